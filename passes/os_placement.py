@@ -27,6 +27,7 @@ from chunkc.passes.support.budget import (
 )
 from chunkc.passes.support.draft import Demand, Draft, Liveness, Target, decided
 from chunkc.passes.support.resident_states import states_nbytes
+from chunkc.passes.support.second_homes import with_second_homes
 
 
 def most_resident_states(
@@ -93,6 +94,12 @@ class OsPlacementPass:
             note += f", {sizes.states_nbytes[num_states] / 2**20:.2f} MiB ({num_states} chunks) of them on the device"
             staying = len(static_payloads(layout))
             note += f", {staying} payloads with them" if staying else ""
+        if draft.options.num_second_homes and not home.is_fastest:
+            share, num_homes = draft.options.streamed_share, draft.options.num_second_homes
+            layout = with_second_homes(layout, liveness, draft.target, share, num_homes)
+            nbytes = layout.second_home_nbytes(Tier.HOST)
+            num_homes = sum(c.has_second_home for c in layout.owned())
+            note += f", second homes of {num_homes} chunks ({nbytes / 2**20:.2f} MiB)"
         return replace(draft, layout=layout, demand=demand, os_home=home, note=note)
 
 

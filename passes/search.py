@@ -5,6 +5,7 @@ room for payloads. So candidates are planned whole, by the same passes, and simu
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
     passes' own plan -> states on the device -> chunk size -> states again, with a share of the others streamed
+    -> second homes, where updates are held, and shares again
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
@@ -19,8 +21,9 @@ from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.tiers import Tier
 from chunkc.passes.os_placement import most_resident_states
-from chunkc.passes.support.budget import demand_of, with_homes
+from chunkc.passes.support.budget import demand_of, most_within, with_homes
 from chunkc.passes.support.draft import Draft, PlanOptions, decided
+from chunkc.passes.support.second_homes import candidates
 
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
@@ -70,7 +73,9 @@ class Search:
         best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
         best = best if sized is best else self._place_states(sized)
-        return self._vary_counts(best, with_shares=True)
+        best = self._vary_counts(best, with_shares=True)
+        early = self._place_second_homes(best)
+        return best if early is best else self._place_second_homes(self._vary_counts(early, with_shares=True))
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
         """Of every octave of chunk sizes the one that moves least, with as many bytes of states."""
@@ -112,6 +117,33 @@ class Search:
             alone,
         }
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
+
+    def _place_second_homes(self, best: Candidate) -> Candidate:
+        """Choose how many chunks have second homes, where updates are held until backward has ended.
+
+        Tried are all that host memory has room for and parts of them, then numbers around the best.
+        """
+        draft = self._drafts[best.options]
+        is_held = draft.options.tracks_grad_norm or draft.target.runs_inline
+        if not is_held or draft.is_resident or self.options.num_second_homes:
+            return best
+        layout, share = decided(draft.layout, "layout"), best.options.streamed_share
+        chunks = candidates(layout, decided(draft.liveness, "liveness"), share)
+        alone_nbytes = layout.nbytes_in(Tier.HOST) - layout.second_home_nbytes(Tier.HOST)
+        left_nbytes = draft.target.budget_nbytes(Tier.HOST) - alone_nbytes
+        most = most_within(tuple(accumulate(map(layout.second_home_nbytes_of, chunks), initial=0)), left_nbytes)
+        numel = draft.chunk_numel
+
+        def around(num: int, step: int) -> Iterable[PlanOptions]:
+            for more in (step, -step):
+                yield replace(best.options, chunk_numel=numel, num_second_homes=min(max(0, num + more), most))
+
+        step = max(1, most // 2)
+        for _ in range(NUM_SCALES):
+            while (better := self._best_of(best, around(best.options.num_second_homes, step))) is not best:
+                best = better
+            step = max(1, step // 2)
+        return best
 
     def _vary_counts(self, best: Candidate, *, with_shares: bool) -> Candidate:
         """Vary the count of resident states around ``best`` (pattern search: Hooke and Jeeves, 1961).
@@ -228,4 +260,6 @@ def _difference(options: PlanOptions, wished: PlanOptions) -> str:
         parts.append(f"{options.num_resident_states} optimizer states resident")
     if options.streamed_share != wished.streamed_share:
         parts.append(f"{options.streamed_share:.0%} streamed")
+    if options.num_second_homes != wished.num_second_homes:
+        parts.append(f"{options.num_second_homes} second homes")
     return ", ".join(parts)

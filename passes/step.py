@@ -24,6 +24,7 @@ from chunkc.passes.norms import with_decision, with_norms
 from chunkc.passes.support.arena import shared_bytes, static_payloads, static_states
 from chunkc.passes.support.draft import ActionAccess, Draft, decided
 from chunkc.passes.support.hazards import joined, synchronise
+from chunkc.passes.support.second_homes import with_begins
 from chunkc.passes.support.update_order import host_order
 from chunkc.passes.support.updates import on_host, step_accesses
 
@@ -134,6 +135,7 @@ class StepPass:
             backward = with_norms(layout, backward)
             updates = with_decision(layout, backward, updates)
         forward, backward, step = seen_by_backward(forward, backward, updates)
+        backward = with_begins(layout, backward)
         accumulates = draft.options.accumulate > 1
         if accumulates:
             forward, backward = seen_by_forward(forward, backward)

@@ -6,7 +6,8 @@
                            nodes over its network, what takes longer, and a latency for each rank (ring algorithm);
                            behind a reduction among replicas, what all owners of a node receive over its network
     sum                    the latency of each rank: its bytes are few
-    update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
+    begin, update, restore, norm   the rate of the update; of the last two by the share of its bytes that they move;
+                           an update that was begun takes no time, as if it were always committed
     open, drop, release, decide    bookkeeping: the host's launch
 
 Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
@@ -53,6 +54,7 @@ class ActionCosts:
         self._plan, self._rates = plan, rates
         self._layout = plan.layout
         self._segments = {s.name: s for s in plan.segments}
+        self._begun = {a.target for p in plan.programs for a in p.actions if a.op is Op.BEGIN}
         self._makers: dict[Op, Callable[[Action], tuple[float, int, int]]] = {
             Op.RUN: self._run,
             Op.STASH: self._stash,
@@ -64,7 +66,8 @@ class ActionCosts:
             Op.GATHER: self._collective,
             Op.REDUCE: self._collective,
             Op.SUM: self._sum,
-            Op.UPDATE: self._update,
+            Op.BEGIN: self._begin,
+            Op.UPDATE: self._finish,
             Op.RESTORE: self._restore,
             Op.NORM: self._norm,
         }
@@ -148,6 +151,14 @@ class ActionCosts:
         table = rates.cpu_update_gparam_per_s if on_cpu else rates.gpu_update_gparam_per_s
         rate = rates.update_gparam_per_s(table, chunk.dtype, self._layout.state_spec)
         return chunk.used_numel / rate * 1e-6, self._layout.used_os_nbytes_of(chunk), 0 if on_cpu else 1
+
+    def _begin(self, action: Action) -> tuple[float, int, int]:
+        """An update that writes memory which it has not read."""
+        alone_ms, nbytes, kernels = self._update(action)
+        return alone_ms * self._rates.second_home_factor, nbytes, kernels
+
+    def _finish(self, action: Action) -> tuple[float, int, int]:
+        return (0.0, 0, 0) if action.target in self._begun else self._update(action)
 
     def _restore(self, action: Action) -> tuple[float, int, int]:
         return self._part_of_update(action, _PARAM32_NBYTES + DTYPE_NBYTES[self._chunk(action).dtype])

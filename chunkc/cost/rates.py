@@ -56,7 +56,8 @@ class CostRates:
     ``copies``: between adjacent tiers, as `chunkc.ir.tiers.COPIED_TIERS` says of each stream.
     Updates are Adam's by dtype of the payload, 1e9 parameters per second. ``compute_launch_us``, ``copy_launch_us``:
     host time for an action on the compute stream, on another. ``handoff_us``: from the end of an action on one stream
-    to the start of one on another that waits for it. ``runs_inline``: the host computes itself what it launches.
+    to the start of one on another that waits for it. ``second_home_factor``: time of an update on the host that writes
+    elsewhere than it reads, by that of one in place. ``runs_inline``: the host computes itself what it launches.
     """
 
     hw: str
@@ -71,6 +72,7 @@ class CostRates:
     compute_launch_us: float = 0.0
     copy_launch_us: float = 0.0
     handoff_us: float = 0.0
+    second_home_factor: float = 1.0
     runs_inline: bool = False
     sharing: Sharing = Alone()  # noqa: RUF009 - frozen
 
@@ -133,6 +135,7 @@ def _of_catalogue(hw: Hardware) -> CostRates:
         compute_launch_us=share.action_launch_us,
         copy_launch_us=share.action_launch_us,
         handoff_us=share.handoff_us,
+        second_home_factor=share.second_home_factor,
         sharing=Capacities({HOST_DRAM: dram, TO_DEVICE: link, FROM_DEVICE: link}),
     )
 
@@ -180,6 +183,7 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
         compute_launch_us=rates.compute_launch_us.median,
         copy_launch_us=rates.copy_launch_us.median,
         handoff_us=rates.handoff_us.median,
+        second_home_factor=assumed(hw.gpu).second_home_factor,
         runs_inline=hw.emulated,
         sharing=Measured(rates),
     )

@@ -21,7 +21,8 @@ class Assumed:
     An efficiency is the share of the data sheet's figure that large work reaches. A hop is for each rank beyond the
     first; a hand-off lasts from the end of work on one stream to the start of work on another that waits for it. Adam's
     rate is in 1e9 parameters per second; ``dram_update_efficiency`` is of Adam by many cores, ``dram_efficiency`` of
-    copies and updates together. CUDA keeps memory of a GPU, the system and each process memory of a node.
+    copies and updates together. ``second_home_factor``: time of an update that writes elsewhere, where one
+    in place takes 1. CUDA keeps memory of a GPU, the system and each process memory of a node.
     """
 
     matmul_efficiency: float
@@ -36,6 +37,7 @@ class Assumed:
     collective_hop_us: float
     cpu_update_gparam_per_s_per_core: float
     dram_update_efficiency: float
+    second_home_factor: float
     dram_efficiency: float
     cuda_context_mib: int
     system_host_mib: int

@@ -19,6 +19,7 @@ that the first one has opened. The verifier counts on labels only from the first
     add c12 of bwd.17 @compute              the same, added to those of earlier micro-batches in a gradient chunk
         norm c12 @compute / sum @comm           sum of squares and finiteness of a chunk; the sum over all ranks
         decide @compute                         clip coefficient, overflow, loss scale
+        begin c12 @cpu after b57                the update of a chunk into its second home, before the step is called
         update c12 @cpu / restore c12 @compute  the optimizer on a chunk; only its param16 from param32
     load os7 -> d9 @h2d / store os7 <- d9 @d2h       optimizer states to the device, back home
 """
@@ -37,7 +38,8 @@ class Op(StrEnum):
     every residency interval of its group, the own one in the first backward of a step, unless it never leaves the
     device: then that backward stashes over it. REDUCE adds up: the owner holds the sum so far and its part of this
     micro-batch, the others their parts; with replicas the own chunk then becomes its mean over its owners in all of
-    them.
+    them. BEGIN is optional: it changes nothing that another action reads, and an update that finds nothing begun
+    computes all by itself.
     """
 
     FETCH = "fetch"
@@ -53,6 +55,7 @@ class Op(StrEnum):
     NORM = "norm"
     SUM = "sum"
     DECIDE = "decide"
+    BEGIN = "begin"
     UPDATE = "update"
     RESTORE = "restore"
     LOAD = "load"
@@ -85,6 +88,7 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.SUM: frozenset({Stream.COMM}),
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
+    Op.BEGIN: frozenset({Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.RESTORE: frozenset({Stream.COMPUTE, Stream.CPU}),
 }
@@ -104,8 +108,8 @@ _CHUNK, _GROUP, _STATES = rf"c{_NUMBER}", rf"g{_NUMBER}", rf"os{_NUMBER}"
 _TARGETS: dict[Op, str] = {
     Op.FETCH: _CHUNK, Op.OPEN: _CHUNK, Op.EVICT: _CHUNK, Op.DROP: _CHUNK, Op.GATHER: _GROUP,
     Op.RELEASE: _GROUP, Op.REDUCE: _GROUP, Op.RUN: rf"(fwd|bwd)\.{_NUMBER}", Op.STASH: _CHUNK,
-    Op.ADD: _CHUNK, Op.NORM: _CHUNK, Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: _CHUNK, Op.RESTORE: _CHUNK,
-    Op.LOAD: _STATES, Op.STORE: _STATES,
+    Op.ADD: _CHUNK, Op.NORM: _CHUNK, Op.SUM: r"", Op.DECIDE: r"", Op.BEGIN: _CHUNK, Op.UPDATE: _CHUNK,
+    Op.RESTORE: _CHUNK, Op.LOAD: _STATES, Op.STORE: _STATES,
 }  # fmt: skip
 
 

@@ -38,6 +38,8 @@ class Chunk:
     """``numel`` elements of ``dtype``; the first ``used_numel`` hold data, with padding between tensors.
 
     ``home``, ``os_home``: the tier of payload and OS that no action has moved; in the fastest they have a slot.
+    ``has_second_home``: there is room for another payload and OS beside the home; every update writes there, and the
+    two homes change places.
     """
 
     index: int
@@ -48,6 +50,7 @@ class Chunk:
     home: Tier = Tier.HOST
     os_home: Tier | None = None
     partner: int | None = None
+    has_second_home: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -206,10 +209,18 @@ class Layout:
 
     def nbytes_in(self, tier: Tier) -> int:
         """Bytes of this rank's payloads and optimizer states that are at home in ``tier``."""
-        return self.payload_nbytes(tier) + self.os_nbytes(tier)
+        return self.payload_nbytes(tier) + self.os_nbytes(tier) + self.second_home_nbytes(tier)
+
+    def second_home_nbytes(self, tier: Tier) -> int:
+        """Bytes of the second homes of this rank's chunks in ``tier``."""
+        return sum(self.second_home_nbytes_of(c) for c in self.owned() if c.has_second_home and c.home is tier)
 
     def os_nbytes_of(self, chunk: Chunk) -> int:
         return chunk.numel * self.state_spec.nbytes_per_element
+
+    def second_home_nbytes_of(self, chunk: Chunk) -> int:
+        """Bytes that a second home of ``chunk`` takes or would take."""
+        return chunk.nbytes + self.os_nbytes_of(chunk)
 
     def used_os_nbytes_of(self, chunk: Chunk) -> int:
         return chunk.used_numel * self.state_spec.nbytes_per_element

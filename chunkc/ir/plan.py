@@ -35,7 +35,7 @@ from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, SavedValue, digest_of
 from chunkc.ir.tiers import Tier
 from chunkc.ir.work import Work
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 Role = Literal["forward", "backward", "step", "restore", "abandon", "resume", "reduce_all", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {
@@ -145,6 +145,14 @@ class Program:
         exchanges = frozenset[Op]() if self.reduces else _EXCHANGES
         return exchanges | {Op.OPEN} if self.entry.phase == "unreduced" else exchanges
 
+    def without_begins(self) -> Program:
+        """The program as it runs where no update is begun before its step."""
+        numbered = zip(self.numbers or range(len(self.actions)), self.actions, strict=True)
+        kept = {number: action for number, action in numbered if action.op is not Op.BEGIN}
+        if len(kept) == len(self.actions):
+            return self
+        return replace(self, actions=tuple(kept.values()), numbers=tuple(kept))
+
     def label(self, position: int) -> str:
         return f"{ROLE_LETTER[self.role]}{self.numbers[position] if self.numbers else position}"
 
@@ -246,16 +254,21 @@ class Plan:
         raise KeyError(f"the plan has no program {key}; it has {', '.join(p.name for p in self.programs)}")
 
     def iteration(self) -> tuple[Program, ...]:
-        """The programs of one iteration, or of one evaluation, in the order in which they run."""
+        """The programs of one iteration, or of one evaluation, in the order in which they run.
+
+        Updates are begun in the last backward.
+        """
         if self.is_evaluation:
             return (self.program("evaluate"),)
         defers, forward = self.defers_reduction, self.program("forward")
-        programs = [forward, self.program("backward", "first", not defers)]
-        if self.accumulate > 1:
-            again = self.program("forward", "later", False) if defers else forward
-            later = self.program("backward", "later", not defers)
-            last = self.program("backward", "last") if defers else later
-            programs += [*(again, later) * (self.accumulate - 2), again, last]
+        first = self.program("backward", "first", not defers)
+        if self.accumulate == 1:
+            return (forward, first, self.program("step"))
+        again = self.program("forward", "later", False) if defers else forward
+        later = self.program("backward", "later", not defers)
+        last = self.program("backward", "last") if defers else later
+        programs = [forward, first.without_begins()]
+        programs += [*(again, later.without_begins()) * (self.accumulate - 2), again, last]
         return (*programs, self.program("step"))
 
     def labelled(self) -> Iterator[tuple[Program, str, Action]]:

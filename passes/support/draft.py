@@ -87,6 +87,7 @@ class PlanOptions:
         num_resident_states: of this rank, on the device for good; more where the host lacks room for the others.
         keeps_payloads: theirs too, where one rank trains, in chunks that no larger tensor spans, and if all fit.
         streamed_share: of the states at home on the host, the share in [0, 1] that each step updates on the device.
+        num_second_homes: chunks of this rank with a second home, at most; fewer where host memory has less room.
         accumulate: micro-batches of a step, at most. With more than one, gradients have chunks of their own.
         tracks_grad_norm: norms of gradients are taken as they land, and updates follow a decision on them.
         scales: backward multiplies its tangents by a loss scale.
@@ -99,6 +100,7 @@ class PlanOptions:
     num_resident_states: int = 0
     keeps_payloads: bool = False
     streamed_share: float = 0.0
+    num_second_homes: int = 0
     accumulate: int = 1
     tracks_grad_norm: bool = False
     scales: bool = False
@@ -113,6 +115,8 @@ class PlanOptions:
             raise ValueError(f"os_home must be 'auto', 'device' or 'host', got {self.os_home!r}")
         if self.num_resident_states < 0:
             raise ValueError(f"num_resident_states must not be negative, got {self.num_resident_states}")
+        if self.num_second_homes < 0:
+            raise ValueError(f"num_second_homes must not be negative, got {self.num_second_homes}")
         if not 0.0 <= self.streamed_share <= 1.0:
             raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
         if not 1 <= self.accumulate <= MAX_MICRO_BATCHES:
@@ -216,7 +220,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ActionAccess:
-    """An action without waits, and resources that it uses: ``d3`` slot, ``h7`` home, ``o7`` states."""
+    """An action without waits, and what it uses: ``d3`` slot, ``h7`` home, ``o7`` states, ``s7`` second home."""
 
     action: Action
     reads: tuple[str, ...]

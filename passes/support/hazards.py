@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkc.errors import PlanError
-from chunkc.ir.actions import Action, Stream
+from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.plan import ROLE_LETTER, Role
 from chunkc.passes.support.draft import ActionAccess
 
@@ -122,11 +122,18 @@ def synchronise(
     if accumulates:
         order = (*graphs, *graphs, *graphs, *order, *order)
     waiting: dict[Role, tuple[Action, ...]] = {}
-    for role in order:
-        actions = analysis.run(role, accesses[role])
+    last_backwards = {i - 1 for i, role in enumerate(order) if role == "step"}
+    for position, role in enumerate(order):
+        is_begun = role != "backward" or position in last_backwards
+        actions = analysis.run(role, accesses[role] if is_begun else without_begins(accesses[role]))
         waiting[role] = tuple(_both(*pair) for pair in zip(actions, waiting.get(role, actions), strict=True))
     analysis.run("forward", forward)
     return (*(waiting[role] for role in accesses), analysis.run("abandon", abandon))
+
+
+def without_begins(accesses: Sequence[ActionAccess]) -> tuple[ActionAccess, ...]:
+    """``accesses`` of a micro-batch that no step follows: updates that it begins touch nothing."""
+    return tuple(replace(x, reads=(), writes=()) if x.action.op is Op.BEGIN else x for x in accesses)
 
 
 def _both(action: Action, same: Action) -> Action:

@@ -6,6 +6,8 @@ released, and takes of those released the one that is due first (Schrage's sched
 The largest delay behind a deadline is less than one update longer than in the best of all orders (Kise, Ibaraki and
 Mine, 1979).
 
+An update with a second home has begun before the step, and takes no time of it.
+
 Where updates follow a decision, or the device computes on the thread that launches, none is released before backward
 has ended, and the order is that of the deadlines.
 """
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from chunkc.cost.actions import segment_ms
 from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import Layout
+from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.plan import Segment
 from chunkc.passes.support.draft import ActionAccess, Draft, Liveness, decided
 
@@ -67,8 +69,11 @@ def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
     segments = tuple(s for line in decided(draft.timelines, "segments") for s in line.segments)
     pace = _Positions(segments, layout, chunks) if target.rates is None else _Milliseconds(segments, target.rates)
     at_home = _released(decided(draft.accesses, "actions")[1], layout, pace)
-    numels = {c: layout.chunks[c].used_numel for c in chunks}
-    jobs = [Job(c, at_home.get(c, 0.0), pace.update(numels[c], layout.chunks[c].dtype)) for c in chunks]
+
+    def duration(chunk: Chunk) -> float:
+        return 0.0 if chunk.has_second_home else pace.update(chunk.used_numel, chunk.dtype)
+
+    jobs = [Job(c, at_home.get(c, 0.0), duration(layout.chunks[c])) for c in chunks]
     return earliest_deadline_first(jobs)
 
 

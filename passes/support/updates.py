@@ -24,6 +24,7 @@ from chunkc.passes.communication import ActionEmitter, home_name, slot_name, sta
 from chunkc.passes.support.arena import buffers_of, shared_bytes, spare_slots, static_payloads, static_states
 from chunkc.passes.support.draft import ActionAccess, Liveness
 from chunkc.passes.support.resident_states import streamed_chunks
+from chunkc.passes.support.second_homes import second_home_name
 from chunkc.passes.support.update_order import by_first_use
 
 
@@ -96,7 +97,9 @@ def step_accesses(layout: Layout, liveness: Liveness, share: float, host: Sequen
     grad_chunks = step.emitter.grad_chunks
     for chunk in host:
         read = [home_name(grad_chunks[chunk])] if chunk in grad_chunks else []
-        step.emitter.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), states_name(chunk)])
+        written = [home_name(chunk), states_name(chunk)]
+        written += [second_home_name(chunk)] if layout.chunks[chunk].has_second_home else []
+        step.emitter.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, written)
     for chunk in by_first_use(layout, liveness):
         if layout.chunks[chunk].is_resident:
             touched = [slot_name(payloads[chunk]), slot_name(static[chunk])]
@@ -114,7 +117,9 @@ def step_accesses(layout: Layout, liveness: Liveness, share: float, host: Sequen
 
 
 def _streamed(layout: Layout, liveness: Liveness, share: float) -> frozenset[int]:
-    return frozenset(streamed_chunks(layout, liveness, share) if buffers_of(layout) else ())
+    """Chunks whose states pass through the device; those with a second home are updated on the host."""
+    streamed = streamed_chunks(layout, liveness, share) if buffers_of(layout) else ()
+    return frozenset(c for c in streamed if not layout.chunks[c].has_second_home)
 
 
 def step_nbytes(layout: Layout, liveness: Liveness, share: float) -> int:

@@ -21,7 +21,7 @@ def _fetch(machine: Machine, event: Event) -> None:
     if chunk.list is ChunkList.UNUSED:
         machine.refuse(event, f"c{chunk.index} holds parameters that no graph uses")
     payload = machine.at_home(event, chunk.index)
-    machine.read(event, f"home of c{chunk.index}")
+    machine.read(event, machine.home_of(f"c{chunk.index}"))
     machine.occupy(event, f"c{chunk.index}", event.action.slot or 0, chunk.nbytes)
     machine.device[chunk.index] = payload
 
@@ -50,8 +50,11 @@ def _evict(machine: Machine, event: Event) -> None:
         machine.refuse(event, f"c{chunk.index} has no host home to be evicted to")
     payload = machine.resident(event, chunk.index)
     _refuse_unreduced(machine, event, chunk.index, payload)
+    updated = chunk.index if chunk.partner is None else chunk.partner
+    if updated in machine.iteration.begun:
+        machine.refuse(event, f"the update of c{updated} has begun, with the gradients that this replaces")
     machine.vacate(event, f"c{chunk.index}", event.action.slot)
-    machine.write(event, f"home of c{chunk.index}")
+    machine.write(event, machine.home_of(f"c{chunk.index}"))
     machine.home[chunk.index] = payload
     _forget(machine, chunk.index)
 
@@ -82,7 +85,7 @@ def _load(machine: Machine, event: Event) -> None:
         machine.refuse(event, f"os{chunk.index} has no host home to be loaded from")
     if machine.home_os[chunk.index] != machine.os_truth[chunk.index]:
         machine.refuse(event, f"the host copy of os{chunk.index} is stale")
-    machine.read(event, f"home of os{chunk.index}")
+    machine.read(event, machine.home_of(f"os{chunk.index}"))
     machine.occupy(event, f"os{chunk.index}", event.action.slot or 0, machine.layout.os_nbytes_of(chunk))
     machine.device_os[chunk.index] = machine.home_os[chunk.index]
 
@@ -95,7 +98,7 @@ def _store(machine: Machine, event: Event) -> None:
     if machine.device_os[chunk.index] != machine.os_truth[chunk.index]:
         machine.refuse(event, f"the device copy of os{chunk.index} is stale")
     machine.vacate(event, f"os{chunk.index}", event.action.slot)
-    machine.write(event, f"home of os{chunk.index}")
+    machine.write(event, machine.home_of(f"os{chunk.index}"))
     machine.home_os[chunk.index] = machine.device_os.pop(chunk.index)
 
 

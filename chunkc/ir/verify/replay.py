@@ -124,6 +124,7 @@ class Iteration:
         next_segment: position of the next segment of the running graph.
         landing: gradients of the last segment that have not been stashed, as (parameter, chunk).
         last_run: the event of that segment.
+        begun: chunks whose update was begun, which nothing has changed since.
         normed, updated: chunks; summed, decided: whether ``sum`` and ``decide`` ran.
         num_micro_batches: backwards since the step before, the running one included.
     """
@@ -132,6 +133,7 @@ class Iteration:
     landing: set[tuple[int, int]] = field(default_factory=set)
     last_run: Event | None = None
     stashed: set[tuple[int, int]] = field(default_factory=set)
+    begun: set[int] = field(default_factory=set)
     normed: set[int] = field(default_factory=set)
     updated: set[int] = field(default_factory=set)
     summed: bool = False
@@ -148,6 +150,7 @@ class Machine:
         device, home: copies of payloads; device_os, home_os: copies of optimizer states, as the number of updates seen.
         truth, os_truth: the newest content of each.
         gathered: chunks that all ranks hold since the last gather.
+        side: of each chunk with a second home, which of the two is its home now: 0 or 1.
     """
 
     def __init__(self, facts: Facts, entry: State) -> None:
@@ -163,6 +166,7 @@ class Machine:
         self.home = {c.index: Payload() for c in chunks if not c.is_resident and facts.owned[c.index]}
         self.home_os = {c.index: 0 for c in chunks if c.has_os_below and facts.owned[c.index]}
         self.gathered: set[int] = set()
+        self.side = {c.index: 0 for c in chunks if c.has_second_home}
         self.iteration = Iteration()
         named = {f"slot d{slot}": tuple(f"slot d{o}" for o in others) for slot, others in facts.overlaps.items()}
         self._accesses = Accesses(named)
@@ -201,6 +205,14 @@ class Machine:
             f"{access} without being ordered after {other.label} `{other.action}` of {other.program}, "
             f"which uses the same bytes; a wait is missing",
         )
+
+    def home_of(self, target: str, *, is_second: bool = False) -> str:
+        """The resource of the home of ``target`` (``c3``, ``os3``) as bytes have it, or of its second home.
+
+        Homes that change places keep their bytes, so that whoever uses one is seen after the change too.
+        """
+        side = self.side.get(int(target.lstrip("cos")))
+        return f"home of {target}" if side is None else f"home {side ^ is_second} of {target}"
 
     # --- places -------------------------------------------------------------------------------------------------
     def chunk(self, event: Event) -> Chunk:

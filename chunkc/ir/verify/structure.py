@@ -28,7 +28,7 @@ _PHASES: dict[Role, tuple[Phase, Phase]] = {
 _MOVES = frozenset({Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE})
 _ALLOWED: dict[Role, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
-    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM},
+    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM, Op.BEGIN},
     "step": _MOVES | {Op.OPEN, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.OPEN, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
@@ -101,6 +101,11 @@ def _check_layout(layout: Layout) -> None:
         if placement.chunk < 0 or placement.chunk + placement.num_chunks > len(layout.chunks):
             raise PlanError(f"parameter {layout.params[placement.param].name!r} is placed outside the chunks")
     _check_overlap(layout)
+    for chunk in layout.chunks:
+        if chunk.has_second_home and (chunk.is_resident or not chunk.has_os_below):
+            raise PlanError(
+                f"c{chunk.index} has a second home, but payload and states are not both at home off the device"
+            )
 
 
 def _check_groups(layout: Layout) -> None:

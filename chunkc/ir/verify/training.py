@@ -150,7 +150,7 @@ def _here(machine: Machine, event: Event, chunk: int) -> Payload:
     """The true copy of ``chunk`` where ``event`` runs; recorded as read."""
     if event.action.stream is Stream.CPU:
         held = machine.at_home(event, chunk)
-        machine.read(event, f"home of c{chunk}")
+        machine.read(event, machine.home_of(f"c{chunk}"))
     else:
         held = machine.resident(event, chunk)
         machine.read(event, f"slot d{machine.slot_of[f'c{chunk}']}")
@@ -206,6 +206,23 @@ def _decide(machine: Machine, event: Event) -> None:
     machine.iteration.decided = True
 
 
+def _begin(machine: Machine, event: Event) -> None:
+    """The update of a chunk into its second home, which nobody reads before the step."""
+    facts, iteration = machine.facts, machine.iteration
+    chunk = machine.chunk(event).index
+    if chunk not in facts.to_update or not facts.due[chunk]:
+        machine.refuse(event, f"c{chunk} has no gradients")
+    if chunk not in machine.side:
+        machine.refuse(event, f"c{chunk} has no second home")
+    if chunk in iteration.begun:
+        machine.refuse(event, f"the update of c{chunk} begins twice")
+    _gradients(machine, event, chunk)
+    _read_states(machine, event, chunk)
+    machine.write(event, machine.home_of(f"os{chunk}", is_second=True))
+    machine.write(event, machine.home_of(f"c{chunk}", is_second=True))
+    iteration.begun.add(chunk)
+
+
 def _update(machine: Machine, event: Event) -> None:
     facts, iteration = machine.facts, machine.iteration
     chunk = machine.chunk(event).index
@@ -226,22 +243,35 @@ def _update(machine: Machine, event: Event) -> None:
         machine.refuse(event, f"c{chunk} has no host home")
     _step(machine, event, chunk)
     iteration.updated.add(chunk)
+    iteration.begun.discard(chunk)
 
 
-def _step(machine: Machine, event: Event, chunk: int) -> None:
-    """Advance the states (update only) and write param16 where the action runs."""
-    on_cpu, advance = event.action.stream is Stream.CPU, event.action.op is Op.UPDATE
+def _read_states(machine: Machine, event: Event, chunk: int) -> None:
+    """``event`` reads the states of ``chunk`` where it runs; they must be the newest."""
+    on_cpu = event.action.stream is Stream.CPU
     copies = machine.home_os if on_cpu else machine.device_os
     place = "at home" if on_cpu else "on the device"
     if copies.get(chunk) != machine.os_truth.get(chunk) or chunk not in copies:
         machine.refuse(event, f"os{chunk} is not {place}, or its copy there is stale")
-    resource = f"home of os{chunk}" if on_cpu else f"slot d{machine.slot_of[f'os{chunk}']}"
+    machine.read(event, machine.home_of(f"os{chunk}") if on_cpu else f"slot d{machine.slot_of[f'os{chunk}']}")
+
+
+def _step(machine: Machine, event: Event, chunk: int) -> None:
+    """Advance the states (update only) and write param16 where the action runs.
+
+    The update of a chunk with a second home writes there, and the two change places.
+    """
+    on_cpu, advance = event.action.stream is Stream.CPU, event.action.op is Op.UPDATE
+    _read_states(machine, event, chunk)
+    if chunk in machine.side and not on_cpu:
+        machine.refuse(event, f"c{chunk} has a second home, so that the host updates it")
+    if chunk in machine.side and advance:
+        machine.side[chunk] ^= 1
     if advance:
-        machine.write(event, resource)
+        copies = machine.home_os if on_cpu else machine.device_os
+        machine.write(event, machine.home_of(f"os{chunk}") if on_cpu else f"slot d{machine.slot_of[f'os{chunk}']}")
         copies[chunk] = machine.os_truth[chunk] = copies[chunk] + 1
-    else:
-        machine.read(event, resource)
-    machine.write(event, f"home of c{chunk}" if on_cpu else f"slot d{machine.slot_of[f'c{chunk}']}")
+    machine.write(event, machine.home_of(f"c{chunk}") if on_cpu else f"slot d{machine.slot_of[f'c{chunk}']}")
     written = Payload(version=machine.os_truth[chunk])
     (machine.home if on_cpu else machine.device)[chunk] = written
     for other in machine.layout.group_of(chunk).chunks:
@@ -277,14 +307,18 @@ def finish(machine: Machine, program: Program) -> str | None:
     if is_step:
         iteration.normed, iteration.updated, iteration.num_micro_batches = set(), set(), 0
         iteration.summed = iteration.decided = False
+        iteration.begun = set()
     if is_step or facts.accumulates:
         iteration.stashed = set()
     return None
 
 
 def begin(machine: Machine, program: Program) -> None:
-    """Begin ``program``: a backward is one more micro-batch, or the first of a step."""
-    if program.role != "backward" or not machine.facts.accumulates:
+    """Begin ``program``: a backward is one more micro-batch, or the first of a step, and drops what was begun."""
+    if program.role != "backward":
+        return
+    machine.iteration.begun = set()
+    if not machine.facts.accumulates:
         return
     if program.begins_step:
         machine.iteration.num_micro_batches = 0
@@ -310,6 +344,7 @@ EFFECTS: dict[Op, Callable[[Machine, Event], None]] = {
     Op.NORM: _norm,
     Op.SUM: _sum,
     Op.DECIDE: _decide,
+    Op.BEGIN: _begin,
     Op.UPDATE: _update,
     Op.RESTORE: _update,
 }

@@ -69,12 +69,12 @@ def verify(plan: Plan) -> None:
     """
     check_structure(plan)
     facts = Facts(plan)
-    moments = {p.name: _moments(p) for p in plan.programs}
     sequence = replayed_programs(plan)
+    moments = {id(p): _moments(p) for p in {id(p): p for p in sequence}.values()}
     machine = Machine(facts, sequence[0].entry)
     order = HappensBefore()
     for program in sequence:
-        _replay(program, moments[program.name], machine, order)
+        _replay(program, moments[id(program)], machine, order)
     if plan.is_evaluation:
         payload_states(plan, sequence[:2])
     else:
@@ -144,4 +144,15 @@ def replayed_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _programs(plan: Plan, letters: str) -> tuple[Program, ...]:
-    return tuple(plan.program(*_PROGRAMS[letter]) for letter in letters)
+    """The programs that ``letters`` name; updates are begun in backwards that no other follows before a step."""
+    alone = {p.key: p.without_begins() for p in plan.programs if p.role == "backward"}
+    programs: list[Program] = []
+    is_stepped = False
+    for letter in reversed(letters):
+        program = plan.program(*_PROGRAMS[letter])
+        if program.role in ("step", "restore"):
+            is_stepped = True
+        elif program.role == "backward":
+            program, is_stepped = program if is_stepped else alone[program.key], False
+        programs.append(program)
+    return tuple(reversed(programs))

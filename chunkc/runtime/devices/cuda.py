@@ -32,8 +32,9 @@ from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.pinned_memory import HostHomes
 from chunkc.runtime.devices.protocol import Event, Launch, Update
 from chunkc.runtime.devices.shared_tiles import SharedTiles
-from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.cpu_update import Piece
 from chunkc.runtime.update.rules import UpdateRule
+from chunkc.runtime.update.second_home import host_update
 
 _LOGGER = logging.getLogger("chunkc")
 _EXIT_TIMEOUT_S: Final = 5.0
@@ -187,10 +188,11 @@ class CudaDevice:
         states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
+        target: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ) -> Update:
         """A kernel for chunks on the device, the host update for those at home."""
         if stream is Stream.CPU:
-            return ChunkUpdate(rule, payload, states, pieces, gradient=gradient)
+            return host_update(rule, payload, states, pieces, gradient, target)
         return GpuUpdate(self._chunk_kernels(), self._tables, rule, payload, states, pieces, gradient)
 
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> GpuNorm:

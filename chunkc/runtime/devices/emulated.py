@@ -28,6 +28,7 @@ from chunkc.runtime.devices.worker_streams import Streams
 from chunkc.runtime.update.cpu_norm import HostNorm
 from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
 from chunkc.runtime.update.rules import UpdateRule
+from chunkc.runtime.update.second_home import SecondHomeUpdate, host_update
 
 _LOGGER = logging.getLogger("chunkc")
 _EXIT_TIMEOUT_S: Final = 5.0
@@ -187,9 +188,10 @@ class EmulatedDevice:
         states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
-    ) -> ChunkUpdate:
+        target: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
+    ) -> ChunkUpdate | SecondHomeUpdate:
         """The host update, on either stream: device memory is host memory here."""
-        return ChunkUpdate(rule, payload, states, pieces, gradient=gradient)
+        return host_update(rule, payload, states, pieces, gradient, target)
 
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> HostNorm:
         return HostNorm(gradient, pieces, out)

@@ -121,6 +121,7 @@ class Device(Protocol):
         states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
+        target: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ) -> Update:
         """The update of one chunk on ``stream``: COMPUTE over device memory, CPU over homes.
 
@@ -130,6 +131,8 @@ class Device(Protocol):
             states: param32 and the rule's states, in float32.
             pieces: the parameters' elements in the chunk; what lies between them is neither read nor written.
             gradient: the gradient chunk where the overlay is not legal; it is only read.
+            target: payload and states of a second home, on CPU alone: the update is a `SecondHomeUpdate`, which writes
+                there and leaves ``payload`` and ``states`` as they are.
 
         All tensors are contiguous, have one dimension and the same number of elements.
 

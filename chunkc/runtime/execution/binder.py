@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -49,6 +50,7 @@ class Binder:
     Attributes:
         updates: by chunk and slots of the chunk, its states and its gradient chunk (-1 for none); no slots on the host.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
+        side: which homes of chunks with two are their homes (`ChunkStore.side`) when the programs run.
     """
 
     plan: Plan
@@ -58,6 +60,7 @@ class Binder:
     env: RunEnvironment
     norm_table: GradNormTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    side: int = 0
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
     recoveries: dict[int, Work] = field(default_factory=dict)
     _program: str = ""
@@ -73,13 +76,22 @@ class Binder:
         return tuple(self._bind(label, action) for label, action in program.labelled())
 
     def _bind(self, label: str, action: Action) -> BoundAction:
-        update: Update | None = self._update_of(action) if action.op in (Op.UPDATE, Op.RESTORE) else None
-        if action.op is Op.DECIDE:
-            update = self._norm_table(action)
-        work = update.restore if update is not None else self._work(action)
+        update: Callable[[Any], None] | None = None
+        match action.op:
+            case Op.UPDATE:
+                of_chunk = self._update_of(action)
+                work, update = of_chunk.restore, of_chunk.update
+            case Op.RESTORE:
+                work = self._update_of(action).restore
+            case Op.BEGIN:
+                work, update = _nothing, self._home_update_of(action).begin
+            case Op.DECIDE:
+                table = self._norm_table(action)
+                work, update = table.restore, table.update
+            case _:
+                work = self._work(action)
         self._occupancy.apply(action)
-        applied = None if action.op is Op.RESTORE else update
-        return BoundAction(label, str(action), action.stream, action.waits, work, applied, action.op is Op.SUM)
+        return BoundAction(label, str(action), action.stream, action.waits, work, update, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Work:
         makers: dict[Op, Callable[[Action], Work]] = {
@@ -114,7 +126,7 @@ class Binder:
 
     def _fetch(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
-        return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
+        return self._copy(self.store.payload_slot(chunk, slot), self._payload_home(chunk), Stream.H2D)
 
     def _open(self, action: Action) -> Work:
         """Open a slot: gradients that ranks add up begin at 0."""
@@ -125,17 +137,23 @@ class Binder:
 
     def _evict(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
-        copy = self._copy(self.store.payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
+        copy = self._copy(self._payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
         return in_sequence(copy, self._freeing(slot))
 
     def _load(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
-        return self._copy_states(self.store.states_slot(chunk, slot), self.store.states_home(chunk), Stream.H2D)
+        return self._copy_states(self.store.states_slot(chunk, slot), self._states_home(chunk), Stream.H2D)
 
     def _store(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
-        copy = self._copy_states(self.store.states_home(chunk), self.store.states_slot(chunk, slot), Stream.D2H)
+        copy = self._copy_states(self._states_home(chunk), self.store.states_slot(chunk, slot), Stream.D2H)
         return in_sequence(announcing(self.store, chunk.index), copy, self._freeing(slot))
+
+    def _payload_home(self, chunk: Chunk) -> torch.Tensor:
+        return self.store.payload_home(chunk, self.side)
+
+    def _states_home(self, chunk: Chunk) -> ChunkStates:
+        return self.store.states_home(chunk, self.side)
 
     def _copy_states(self, target: ChunkStates, source: ChunkStates, stream: Stream) -> Work:
         return in_sequence(*(self._copy(target[name], source[name], stream) for name in target))
@@ -261,26 +279,36 @@ class Binder:
         key = (chunk.index, slots)
         if key not in self.updates:
             store = self.store
+            target = None
             if slots is None:
-                payload, states = store.payload_home(chunk), store.states_home(chunk)
-                gradient = None if grad_chunk is None else store.payload_home(grad_chunk)
+                payload, states = self._payload_home(chunk), self._states_home(chunk)
+                gradient = None if grad_chunk is None else self._payload_home(grad_chunk)
+                if chunk.has_second_home:
+                    other = self.side ^ 1
+                    target = store.payload_home(chunk, other), tuple(store.states_home(chunk, other).values())
             else:
                 payload, states = store.payload_slot(chunk, slots[0]), store.states_slot(chunk, slots[1])
                 gradient = None if grad_chunk is None else store.payload_slot(grad_chunk, slots[2])
             pieces = store.pieces(chunk.index)
             rule, lists = rule_of(self.plan.layout.state_spec), tuple(states.values())
-            update = self.device.make_update(action.stream, rule, payload, lists, pieces, gradient)
+            update = self.device.make_update(action.stream, rule, payload, lists, pieces, gradient, target)
             writes_home = slots is None or chunk.has_resident_os
             self.updates[key] = AnnouncedUpdate(update, store, chunk.index) if writes_home else update
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
 
+    def _home_update_of(self, action: Action) -> AnnouncedUpdate:
+        update = self._update_of(action)
+        if not isinstance(update, AnnouncedUpdate):
+            raise PlanError(f"`{action}` is for a chunk that is updated at home")
+        return update
+
     def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Work:
         """Casts param32 into the payload, each where it is in the cold state."""
         cold, store = dict(self.plan.cold.resident), self.store
         slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")
-        payload = store.payload_home(chunk) if slot is None else store.payload_slot(chunk, slot)
-        states = store.states_home(chunk) if os_slot is None else store.states_slot(chunk, os_slot)
+        payload = self._payload_home(chunk) if slot is None else store.payload_slot(chunk, slot)
+        states = self._states_home(chunk) if os_slot is None else store.states_slot(chunk, os_slot)
         param32 = states[MASTER]
 
         def recover() -> None:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from chunkc.errors import PlanError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Program
 from chunkc.ir.values import GraphValues, SegmentValues
 from chunkc.runtime.devices.protocol import Update
 from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.update.begun import BegunStep
+from chunkc.runtime.update.second_home import SecondHomeUpdate
 from chunkc.runtime.update.update_inputs import StepInputs
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
@@ -67,7 +70,8 @@ class RunEnvironment:
 class BoundAction:
     """An action with the function that does it.
 
-    ``update`` stands in for ``work`` where hyperparameters are needed. After ``is_sum`` norms can be read.
+    ``update`` stands in for ``work`` where the program is given inputs: those of a step, or of the step that a backward
+    expects. After ``is_sum`` norms can be read.
     """
 
     label: str
@@ -75,17 +79,30 @@ class BoundAction:
     stream: Stream
     waits: tuple[str, ...]
     work: Callable[[], None]
-    update: Update | None = None
+    update: Callable[[Any], None] | None = None
     is_sum: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BoundProgram:
-    """A program of the plan, its name, and its actions in order, ready to be launched."""
+    """A program of the plan, its name, and its actions in order, ready to be launched.
+
+    ``without_begins``: the same where no update begins before its step; None where none ever does.
+    """
 
     planned: Program
     name: str
     actions: tuple[BoundAction, ...]
+    without_begins: BoundProgram | None = None
+
+    @staticmethod
+    def of(planned: Program, actions: tuple[BoundAction, ...]) -> BoundProgram:
+        shorter = planned.without_begins()
+        if shorter is planned:
+            return BoundProgram(planned, planned.name, actions)
+        kept = {label for label, _ in shorter.labelled()}
+        without = BoundProgram(shorter, shorter.name, tuple(a for a in actions if a.label in kept))
+        return BoundProgram(planned, planned.name, actions, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +117,14 @@ class AnnouncedUpdate:
         if self.store.snapshot is not None:
             self.store.before_write(self.chunk)
         self.inner.update(inputs)
+
+    def begin(self, begun: BegunStep) -> None:
+        """Begin the update of a chunk with a second home."""
+        if not isinstance(self.inner, SecondHomeUpdate):
+            raise PlanError(f"the update of c{self.chunk} cannot begin before its step: it has no second home")
+        if self.store.snapshot is not None:
+            self.store.before_write(self.chunk)
+        self.inner.begin(begun)
 
     def restore(self) -> None:
         """Optimizer states stay as they are."""

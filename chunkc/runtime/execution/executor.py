@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,9 +28,14 @@ from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.execution.moment_text import moment_text
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.update.begun import BegunStep
 from chunkc.runtime.update.loss_scale import LossScale, scale_tangents, times
 from chunkc.runtime.update.rules import Hyper
 from chunkc.runtime.update.update_inputs import StepInputs
+
+T = TypeVar("T")
+ExpectedInputs = tuple[Mapping[int, Hyper], Mapping[int, int]]
+"""Hyperparameters and step counts by parameter, as of `StepInputs`."""
 
 
 class Executor:
@@ -66,6 +71,7 @@ class Executor:
         self.norm_table: GradNormTable | None = None
         if plan.tracks_grad_norm:
             self.norm_table = GradNormTable(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
+        self._store = store
         self._decide = next((label for p in plan.programs for label, a in p.labelled() if a.op is Op.DECIDE), "")
         self._device = device
         self._paced_launch = device.paced_launch(plan)
@@ -76,14 +82,21 @@ class Executor:
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted_programs: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._env, self.norm_table, self._ranks)
-        self._programs = {p.key: BoundProgram(p, p.name, binder.bind(p)) for p in plan.programs}
-        self._recoveries = tuple(binder.recoveries.values())
+        self._has_second_homes = any(c.has_second_home for c in plan.layout.owned())
+        binders = [
+            Binder(plan, store, device, self._graphs, self._env, self.norm_table, self._ranks, side)
+            for side in range(1 + self._has_second_homes)
+        ]
+        self._programs = [{p.key: BoundProgram.of(p, binder.bind(p)) for p in plan.programs} for binder in binders]
+        self._recoveries = [tuple(binder.recoveries.values()) for binder in binders]
         self._used_values = {name: _used_values(compiled) for name, compiled in self._graphs.items()}
 
     def program(self, role: Role, position: Position = "first", reduces: bool = True) -> BoundProgram:
-        """The program of that key, bound."""
-        return self._programs[role, position, reduces]
+        """The program of that key, bound to where chunks are at home now."""
+        return self._of_side(self._programs)[role, position, reduces]
+
+    def _of_side(self, by_side: Sequence[T]) -> T:
+        return by_side[self._store.side if self._has_second_homes else 0]
 
     def enter_step(self, number: int) -> None:
         """Note that the next forward is one of step ``number``: bytes moved by its micro-batches add up."""
@@ -135,19 +148,36 @@ class Executor:
         accumulated: Set[int] = frozenset(),
         loss_scale: LossScale | None = None,
         withheld: Set[int] = frozenset(),
+        expected: ExpectedInputs | None = None,
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
+
+        Updates begin where a step with inputs ``expected`` will follow.
 
         Gradients of parameters ``accumulated`` are added to those in their chunks; of those ``withheld`` zeros land.
         Under a ``loss_scale`` tangents are multiplied by the scale, and so are the gradients in chunks; those that come
         back are not.
         """
         self._env.accumulated, self._env.withheld = accumulated, withheld
+        begun = self._expect(program, expected)
         if loss_scale is None:
-            return self._run_graph(program, "backward", args)
+            return self._run_graph(program, "backward", args, begun)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
-        outputs, inverse = self._run_graph(program, "backward", args), loss_scale.inverse()
+        outputs, inverse = self._run_graph(program, "backward", args, begun), loss_scale.inverse()
         return [times(g, inverse) if isinstance(g, torch.Tensor) else g for g in outputs]
+
+    def _expect(self, program: BoundProgram, inputs: ExpectedInputs | None) -> BegunStep | None:
+        """The step that ``inputs`` describe, if updates begin in ``program`` and that has been worthwhile."""
+        store = self._store
+        if store.begun is not None:  # of a micro-batch that was taken for the last
+            store.drop_begun()
+            self.join()
+        if program.without_begins is None or inputs is None:
+            return None
+        seen = None if self.norm_table is None else self.norm_table.host_expected
+        counts = store.begun_counts
+        store.begun = BegunStep(*inputs, len(self.plan.layout.params), seen, counts, is_begun=counts.is_worthwhile)
+        return store.begun
 
     def step(
         self,
@@ -161,16 +191,23 @@ class Executor:
 
         Returns the decision where ``found`` may have the step skipped. The last three are only for plans with norms.
         """
-        table, num_params = self.norm_table, len(self.plan.layout.params)
+        table, num_params, begun = self.norm_table, len(self.plan.layout.params), self._store.begun
+        begun = begun if begun is not None and begun.expects(hypers, steps) else None
         if table is None:
-            self._launch(self.program("step"), StepInputs(hypers, steps, num_params))
-            return None
-        inputs = StepInputs(hypers, steps, num_params, factor, table.control, table.host_control, found, loss_scale)
+            inputs = StepInputs(hypers, steps, num_params, begun=begun)
+        else:
+            seen = table.control, table.host_control
+            inputs = StepInputs(hypers, steps, num_params, factor, *seen, found, loss_scale, begun)
         self._launch(self.program("step"), inputs)
+        if self._has_second_homes:
+            self._store.change_sides()
+        if table is None:
+            return None
         return None if found is None else StepDecision(self._events[self._decide], table.host_control)
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
+        self._store.drop_begun()
         self._launch(self.program("restore"))
 
     def abandon(self) -> None:
@@ -195,7 +232,8 @@ class Executor:
         with suppress(Exception):  # the exception that led here is already on its way to the caller
             self._device.synchronize()
         self.forget_launched()
-        for recover in self._recoveries:
+        self._store.drop_begun()
+        for recover in self._of_side(self._recoveries):
             recover()
 
     def forget_launched(self) -> None:
@@ -210,25 +248,29 @@ class Executor:
         finally:
             self._events.clear()
 
-    def _run_graph(self, program: BoundProgram, graph: GraphKind, args: list[Any]) -> list[Any]:
+    def _run_graph(
+        self, program: BoundProgram, graph: GraphKind, args: list[Any], begun: BegunStep | None = None
+    ) -> list[Any]:
         compiled, env = self._graphs[graph], self._env
         pairs = zip(compiled.graph.inputs, args, strict=True)
         env.values = {n: value for n, value in pairs if n in self._used_values[graph]}
         args.clear()
         del pairs
         try:
-            self._launch(program)
+            self._launch(program, begun)
             return compiled.outputs(env.values)
         finally:
             env.values = {}
 
-    def _launch(self, program: BoundProgram, inputs: StepInputs | None = None) -> None:
+    def _launch(self, program: BoundProgram, inputs: StepInputs | BegunStep | None = None) -> None:
+        if program.without_begins is not None and not (isinstance(inputs, BegunStep) and inputs.is_begun):
+            program, inputs = program.without_begins, None
         events, device = self._events, self._device
         launch = device.launch if self._paced_launch is None else self._paced_launch
         self._count_from_zero(program.name)
         for position, action in enumerate(program.actions):
             waits = [events[w] for w in action.waits if w in events]
-            work = action.work if action.update is None or inputs is None else partial(action.update.update, inputs)
+            work = action.work if action.update is None or inputs is None else partial(action.update, inputs)
             try:
                 events[action.label] = launch(action.stream, action.text, waits, work)
             except torch.OutOfMemoryError as error:

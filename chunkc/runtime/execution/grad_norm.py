@@ -23,18 +23,22 @@ class GradNormTable:
         table: float64 [num_chunks, `ROW_NUMEL`] on the device; rows of chunks that are not measured stay 0.
         control: float32 [2] on the device: the factor of every gradient; and 0, or 1 to leave parameters as they are.
         host_control: ``control`` as host memory has it.
+        host_expected: float32 [2] in host memory: the factor that the next decision will find if it clips nothing; and
+            1 where the latest one found what was expected of it, else 0.
         totals: float64 [`ROW_NUMEL`] on the device: sums of columns over all ranks, once ``ready`` has happened.
     """
 
     def __init__(self, num_chunks: int, device: torch.device, num_ranks: int = 1) -> None:
         self.table = torch.zeros(num_chunks, ROW_NUMEL, dtype=torch.float64, device=device)
-        self.control = torch.tensor([1.0, 0.0], dtype=torch.float32, device=device)
+        self._decided = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float32, device=device)
+        self.control, self._expected = self._decided[:2], self._decided[2:]
         self.totals = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=device)
         self.ready: tuple[Event, ...] = ()
         self._is_alone = num_ranks == 1
-        self.host_control = self.control
+        self._host_decided = self._decided
         if device.type != "cpu":
-            self.host_control = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
+            self._host_decided = self._decided.to("cpu").pin_memory()
+        self.host_control, self.host_expected = self._host_decided[:2], self._host_decided[2:]
 
     def total(self) -> None:
         """Add up what the chunks of this rank have."""
@@ -66,8 +70,13 @@ class GradNormTable:
             self.control[1].copy_(inputs.found)
         if inputs.loss_scale is not None and inputs.found is not None:
             inputs.loss_scale.update(inputs.found)
-        if self.host_control is not self.control:
-            self.host_control.copy_(self.control, non_blocking=True)
+        torch.logical_and(self.control[0] == self._expected[0], self.control[1] == 0.0, out=self._expected[1])
+        if inputs.loss_scale is None:
+            self._expected[0] = 1.0
+        else:
+            self._expected[0].copy_(inputs.loss_scale.inverse())
+        if self._host_decided is not self._decided:
+            self._host_decided.copy_(self._decided, non_blocking=True)
 
     def restore(self) -> None:
         """Nothing: a program that updates nothing decides nothing."""

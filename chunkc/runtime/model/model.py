@@ -242,7 +242,7 @@ class ModelRuntime:
             requested = own if self.ranks.size == 1 else self._agree_on_backward(executor, program, own)
 
         def run() -> list[Any]:
-            outputs = executor.backward(program, args, added_to, scale, graded - own)
+            outputs = executor.backward(program, args, added_to, scale, graded - own, expected)
             self.accounting.end_backward(self.layout)
             is_unreduced = program.planned.exit.phase == "unreduced"
             self.state.enter(ModelPhase.UNREDUCED if is_unreduced else ModelPhase.COLD)
@@ -262,6 +262,7 @@ class ModelRuntime:
             self.accounting.begin_backward()
             added_to = self.gradients.accumulated
             scale = None if self.clipping.loss_scale is None else self.clipping.own_scale
+            expected = self.steps.expect(requested) if program.without_begins and len(self.ran) == 1 else None
             return self.state.guarded(run)
 
     def _agree_on_backward(self, executor: Executor, program: BoundProgram, own: frozenset[int]) -> frozenset[int]:

@@ -9,12 +9,14 @@ are waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.runtime.execution.executor import ExpectedInputs
 from chunkc.runtime.execution.grad_norm import SkippedStep, StepDecision
 from chunkc.runtime.model.backward_rules import refuse_unplanned, refuse_unsteppable
 from chunkc.runtime.model.grad_clipping import GradClipping
@@ -68,6 +70,7 @@ class OptimizerSteps:
         owners: which optimizer steps each parameter (kept by the optimizers).
         transactions: what changes values and counts together runs in these.
         decision: of the latest step that may be skipped.
+        expected_inputs: of the optimizer that stepped last, says what a step of given parameters would take now.
         plan_recorded: makes the plans of graphs that ran without one; called at the first step.
     """
 
@@ -76,9 +79,22 @@ class OptimizerSteps:
         self.log = StepLog(state.device.stalled_s)
         self.owners: dict[int, object] = {}
         self.decision: StepDecision | None = None
+        self.expected_inputs: WeakMethod[Callable[[Collection[int]], ExpectedInputs | None]] | None = None
         self.plan_recorded: Callable[[], None] | None = None
         self._values, self.clipping, self._state = gradient_values, clipping, state
         self.parameters, self._gradients = gradient_values.parameters, gradient_values.gradients
+
+    def expect(self, made: Set[int]) -> ExpectedInputs | None:
+        """Inputs of the step behind a backward that makes the gradients of ``made``; None where none is expected.
+
+        Before the first step, no optimizer is known, and a micro-batch before the last is followed by others.
+        """
+        gradients, state = self._gradients, self._state
+        inputs_of = None if self.expected_inputs is None else self.expected_inputs()
+        is_last = gradients.num_micro_batches >= (state.num_expected or gradients.accumulate)
+        if inputs_of is None or not is_last or gradients.host_grads:
+            return None
+        return inputs_of(made | gradients.published(gradients.chunk_grads))
 
     def settle(self) -> None:
         self._state.settle()

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -133,17 +134,32 @@ class ChunkOptimizer(torch.optim.Optimizer):
             return
         self._check_covered(active, groups.keys())
         self._counts.check_owned(active)
-        snapshots = {id(group): self._hyper_of(group) for group in self.param_groups}
-        hypers = {index: snapshots[id(groups[index])] for index in sorted(active)}
-        steps = self._counts.following(hypers)
+        hypers, steps = self._inputs(active, groups)
         self._check_max_norm()
         runtime.prepare_step(active)
         runtime.transactions.run(partial(self._take_step, hypers, steps))
+
+    def _inputs(
+        self, active: Collection[int], groups: Mapping[int, dict[str, Any]]
+    ) -> tuple[dict[int, Hyper], dict[int, int]]:
+        """Hyperparameters and counts of a step of ``active`` now, by parameter."""
+        snapshots = {id(group): self._hyper_of(group) for group in self.param_groups}
+        hypers = {index: snapshots[id(groups[index])] for index in sorted(active)}
+        return hypers, self._counts.following(hypers)
+
+    def _expected_inputs(self, active: Collection[int]) -> tuple[dict[int, Hyper], dict[int, int]] | None:
+        """`_inputs` of the step that will follow a backward; None where that step would be refused."""
+        try:
+            groups = self._groups_by_index()
+            return self._inputs(active, groups) if groups.keys() >= set(active) else None
+        except (ChunkcError, ValueError):  # the step says it
+            return None
 
     def _take_step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         if self.max_grad_norm is not None:
             self.runtime.clipping.clip(self.max_grad_norm)
         self._counts.advance(steps, self.runtime.step(hypers, steps))
+        self.runtime.expected_inputs = WeakMethod(self._expected_inputs)
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's layout: float32 copies, in 16-bit modes with ``master_param``."""

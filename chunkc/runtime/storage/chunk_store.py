@@ -3,12 +3,14 @@
 Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
 there as in adjacent slots. Optimizer states of host-homed chunks stand in a second slab, per chunk param32 and the
 lists of the layout's spec. Device memory is one arena; slots are byte ranges of it.
+
+Second homes stand behind the homes in both slabs. Every step updates all chunks that have one, so that all change
+places with their homes together: `side` says which of the two is the home.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -16,7 +18,11 @@ from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.storage.snapshot import Part, Snapshot
+from chunkc.runtime.update.begun import BegunCounts, BegunStep
 from chunkc.runtime.update.cpu_update import Piece
+
+Offsets = dict[int, tuple[int, ...]]
+"""Bytes into a slab where each chunk's home begins, and its second home if it has one, by chunk."""
 
 ChunkStates = Mapping[str, torch.Tensor]
 """Views of one chunk's optimizer states by name, param32 first: 1-D, ``used_numel`` elements each."""
@@ -27,27 +33,36 @@ class ChunkStore:
 
     Homes take their pages as parameters come (`touch`), and are pinned when all have come (`pin`). ``snapshot`` is of
     an earlier moment, as long as somebody reads it. What was `set_aside` is read from there, also after ``close``.
+
+    Attributes:
+        side: 0 or 1, which of the two homes of chunks with a second home holds their values.
+        begun: the step that the latest backward expects, as long as nothing has changed what its updates read.
+        begun_counts: what became of such steps.
     """
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout = layout
         self.snapshot: Snapshot | None = None
+        self.side = 0
+        self.begun: BegunStep | None = None
+        self.begun_counts = BegunCounts()
         self._aside_payloads: dict[int, torch.Tensor] = {}
         self._aside_states: dict[int, ChunkStates] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
         payloads = [c for c in layout.owned() if not c.is_resident]
         with_states = [c for c in layout.owned() if c.has_os_below]
+        seconds = [c for c in layout.owned() if c.has_second_home]
         self._payload_slab = self._states_slab = self._nothing
         self.arena = device.allocate_arena(layout.arena_nbytes)
         try:
-            self._payload_slab = self._home(sum(c.nbytes for c in payloads))
-            self._states_slab = self._home(sum(layout.os_nbytes_of(c) for c in with_states))
+            self._payload_slab = self._home(sum(c.nbytes for c in (*payloads, *seconds)))
+            self._states_slab = self._home(sum(layout.os_nbytes_of(c) for c in (*with_states, *seconds)))
         except BaseException:
             self.close()
             raise
-        self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
-        self._states_offset = _offsets(with_states, [layout.os_nbytes_of(c) for c in with_states])
+        self._payload_offsets = _offsets(payloads, seconds, lambda c: c.nbytes)
+        self._states_offsets = _offsets(with_states, seconds, layout.os_nbytes_of)
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]
 
     def _home(self, nbytes: int) -> torch.Tensor:
@@ -81,10 +96,11 @@ class ChunkStore:
             self._aside_payloads[chunk.index] = payload.to("cpu", copy=True)
         if states:
             self._aside_states[chunk.index] = {name: state.to("cpu", copy=True) for name, state in states.items()}
-        if not chunk.is_resident:
-            self._device.discard_home(self.payload_home_bytes(chunk))
-        if chunk.has_os_below:
-            self._device.discard_home(self.states_home_bytes(chunk))
+        for side in (0, 1) if chunk.has_second_home else (0,):
+            if not chunk.is_resident:
+                self._device.discard_home(self._payload_home_bytes(chunk, side))
+            if chunk.has_os_below:
+                self._device.discard_home(self._states_home_bytes(chunk, side))
 
     @property
     def is_aside(self) -> bool:
@@ -99,11 +115,23 @@ class ChunkStore:
     def close(self) -> None:
         """Give all memory back. The garbage collector may call this while torch traces: no operator runs here."""
         self.end_snapshot(self.snapshot)
+        self.drop_begun()
         for slab in (self._payload_slab, self._states_slab):
             if slab.numel():
                 self._device.free_home(slab)
         self._device.free_arena(self.arena)
         self.arena = self._payload_slab = self._states_slab = self._nothing
+
+    def drop_begun(self) -> None:
+        """Let the next step compute all updates by itself: what begun ones have read is about to change."""
+        if self.begun is not None:
+            self.begun.drop()
+            self.begun = None
+
+    def change_sides(self) -> None:
+        """Let second homes and homes change places: a step was launched."""
+        self.begun = None
+        self.side ^= 1
 
     def before_write(self, chunk: int) -> None:
         """Return when no snapshot needs what stands in a chunk; to be called before its masters change."""
@@ -158,12 +186,16 @@ class ChunkStore:
         """Whether this rank owns a chunk: it alone has a home for it."""
         return self.layout.owner(chunk) == self.layout.rank
 
-    def payload_home(self, chunk: Chunk) -> torch.Tensor:
-        """The used elements of a host-homed payload, 1-D."""
+    def payload_home(self, chunk: Chunk, side: int | None = None) -> torch.Tensor:
+        """The used elements of a host-homed payload, 1-D; at home, or on ``side`` where there are two."""
         if chunk.index in self._aside_payloads:
             return self._aside_payloads[chunk.index]
-        offset = self._payload_offset[chunk.index]
+        offset = self._offset(self._payload_offsets, chunk, side)
         return self._payload_slab[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
+
+    def _offset(self, offsets: Offsets, chunk: Chunk, side: int | None) -> int:
+        of_chunk = offsets[chunk.index]
+        return of_chunk[(self.side if side is None else side) % len(of_chunk)]
 
     def payload_slot(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """The used elements of a payload in a slot, 1-D."""
@@ -182,18 +214,18 @@ class ChunkStore:
         info = self.layout.slots[slot]
         return self.arena[info.offset : info.end]
 
-    def payload_home_bytes(self, chunk: Chunk) -> torch.Tensor:
-        offset = self._payload_offset[chunk.index]
+    def _payload_home_bytes(self, chunk: Chunk, side: int) -> torch.Tensor:
+        offset = self._offset(self._payload_offsets, chunk, side)
         return self._payload_slab[offset : offset + chunk.nbytes]
 
-    def states_home_bytes(self, chunk: Chunk) -> torch.Tensor:
-        offset = self._states_offset[chunk.index]
+    def _states_home_bytes(self, chunk: Chunk, side: int) -> torch.Tensor:
+        offset = self._offset(self._states_offsets, chunk, side)
         return self._states_slab[offset : offset + self.layout.os_nbytes_of(chunk)]
 
-    def states_home(self, chunk: Chunk) -> ChunkStates:
+    def states_home(self, chunk: Chunk, side: int | None = None) -> ChunkStates:
         if chunk.index in self._aside_states:
             return self._aside_states[chunk.index]
-        return self._states(self._states_slab, self._states_offset[chunk.index], chunk)
+        return self._states(self._states_slab, self._offset(self._states_offsets, chunk, side), chunk)
 
     def states_slot(self, chunk: Chunk, slot: int) -> ChunkStates:
         if chunk.index in self._aside_states:
@@ -218,9 +250,14 @@ class ChunkStore:
         return flat.as_strided(info.shape, info.stride)
 
 
-def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
-    indexes = (chunk.index for chunk in chunks)
-    return dict(zip(indexes, accumulate(sizes, initial=0), strict=False))
+def _offsets(chunks: list[Chunk], seconds: list[Chunk], nbytes_of: Callable[[Chunk], int]) -> Offsets:
+    """Offsets of homes that follow each other in one slab, those of second homes behind all others."""
+    offsets: Offsets = {}
+    end = 0
+    for chunk in (*chunks, *seconds):
+        offsets[chunk.index] = (*offsets.get(chunk.index, ()), end)
+        end += nbytes_of(chunk)
+    return offsets
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -108,6 +108,7 @@ class ChunkValues:
 
     def restore_payload(self, index: int) -> None:
         """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
+        self.store.drop_begun()
         for chunk, part in self._own_parts(index):
             self._payload(chunk)[part.in_chunk].copy_(self._states(chunk)[MASTER][part.in_chunk])
 
@@ -117,11 +118,13 @@ class ChunkValues:
 
     def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
         """Multiply the gradient in chunks by ``factor``, float32 []: each rank its own part."""
+        self.store.drop_begun()
         for chunk, part in self._own_parts(index):
             gradient = self._gradient(chunk)[part.in_chunk]
             multiply(gradient, factor.to(gradient.device))
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
+        self.store.drop_begun()
         self._scatter(index, self._gradient, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
@@ -183,16 +186,21 @@ class ChunkValues:
         An earlier snapshot ends. ``end_snapshot`` of the store must follow the last read.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self.store.parts(index)}
-        snapshot = Snapshot(self._masters, {c for c in used if self.store.is_own(c)}, max_copied_nbytes)
+        live = partial(self._masters, side=self.store.side)
+        snapshot = Snapshot(live, {c for c in used if self.store.is_own(c)}, max_copied_nbytes)
         self.store.begin_snapshot(snapshot)
         return SnapshotReader(snapshot, self.store.own_runs)
 
-    def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
+    def _masters(self, chunk: int, side: int) -> tuple[torch.Tensor, ...]:
         """Tensors of a chunk's values: param32 and states, or the payload of an untrained chunk."""
         info = self._layout.chunks[chunk]
-        return tuple(self._states(info).values()) if info.list is ChunkList.TRAINED else (self._payload(info),)
+        if info.list is not ChunkList.TRAINED:
+            return (self._payload(info),)
+        states = self.store.states_home(info, side) if info.has_second_home else self._states(info)
+        return tuple(states.values())
 
     def _before_write(self, index: int) -> None:
+        self.store.drop_begun()
         for chunk, _ in self._own_parts(index):
             self.store.before_write(chunk.index)
 

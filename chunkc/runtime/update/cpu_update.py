@@ -55,6 +55,9 @@ class ChunkUpdate:
     ``payload`` holds grad16 before the update, unless a ``gradient`` is given, which is only read, and param16 after
     it; beside a ``gradient`` it may be ``param32`` itself. ``states`` are param32 and the rule's, float32. What lies
     between ``pieces`` is not touched. All tensors are contiguous, 1-D, on the host and equally long, else ValueError.
+
+    With a ``target``, a payload and its states in memory of their own, an update writes there, also what it leaves as
+    it is, and nothing else.
     """
 
     def __init__(
@@ -65,14 +68,20 @@ class ChunkUpdate:
         pieces: Sequence[Piece],
         *,
         gradient: Tensor | None = None,
+        target: tuple[Tensor, Sequence[Tensor]] | None = None,
     ) -> None:
         self._payload = payload
         self._states = tuple(states)
+        self._target_payload, self._target_states = (payload, self._states) if target is None else target
+        self._has_target = target is not None
         gradient_chunk = payload if gradient is None else gradient
         self._is_cast = payload.data_ptr() != self._states[0].data_ptr() or payload.numel() == 0
-        self._tensors = (gradient_chunk, *self._states, *((payload,) if self._is_cast else ()))
+        self._read = (gradient_chunk, *self._states)
+        self._first_read = (gradient_chunk, self._states[0], *self._target_states[1:])
+        self._written = (*self._target_states, *((self._target_payload,) if self._is_cast else ()))
         self._pieces = tuple(sorted((p for p in pieces if p.start != p.end), key=lambda p: p.start))
         _check_tensors(payload, gradient_chunk, self._states)
+        _check_tensors(payload, self._target_payload, self._target_states)
         _check_pieces(self._pieces, payload.numel())
         if not self._is_cast and gradient is None:
             raise ValueError("where the payload is param32, the gradient has memory of its own")
@@ -80,46 +89,56 @@ class ChunkUpdate:
         self._kernel = host_kernel(rule, *dtypes, is_parallel=False)
         is_large = payload.numel() >= PARALLEL_NUMEL
         self._large_kernel = host_kernel(rule, *dtypes, is_parallel=True) if is_large else self._kernel
-        self._ready: dict[tuple[int, int, bool], tuple[Tensor, Callable[[], None]]] = {}
+        self._ready: dict[tuple[int, int, bool, bool], tuple[Tensor, Callable[[], None]]] = {}
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
         """Update active parameters as decided, and write param16 of all; ValueError below step 1."""
         factor, is_skipped = (1.0, 0.0) if inputs.seen is None else inputs.seen.tolist()
         if is_skipped:
-            self.restore()
+            self._keep()
             return
         runs = list(self._runs(inputs))
         num_threads = torch.get_num_threads()  # asking also gives a new thread PyTorch's number of OpenMP threads
         for run in runs:
             if run.group is None:
-                self._cast(run.start, run.end)
+                self._keep_run(run.start, run.end)
                 continue
             if run.group.step == 1:
                 self._clear_states(run.start, run.end)
             is_large = num_threads > 1 and run.end - run.start >= PARALLEL_NUMEL
-            coefficients, kernel = self._over(run.start, run.end, is_large)
+            coefficients, kernel = self._over(run.start, run.end, is_large, run.group.step == 1)
             coefficients.copy_(coefficients_of(run.group.hyper, run.group.step, factor))
             kernel()
 
-    def _over(self, start: int, end: int, is_large: bool) -> tuple[Tensor, Callable[[], None]]:
-        """The kernel over [start, end), and the coefficients that it reads, made ready at the first step."""
-        ready = self._ready.get((start, end, is_large))
+    def _over(self, start: int, end: int, is_large: bool, is_first: bool) -> tuple[Tensor, Callable[[], None]]:
+        """The kernel over [start, end), and the coefficients that it reads, made ready when first asked for.
+
+        The first step of parameters takes the cleared states of the target.
+        """
+        is_first = is_first and self._has_target
+        ready = self._ready.get((start, end, is_large, is_first))
         if ready is None:
             if len(self._ready) >= _MAX_READY:
                 self._ready.clear()
             with torch.inference_mode(False):
                 coefficients = torch.empty(1 + NUM_COEFFICIENTS, dtype=torch.float32, device="cpu")
             kernel = self._large_kernel if is_large else self._kernel
-            ready = coefficients, kernel(self._tensors, start, end, coefficients)
-            self._ready[start, end, is_large] = ready
+            read = self._first_read if is_first else self._read
+            ready = coefficients, kernel(read, self._written, start, end, coefficients)
+            self._ready[start, end, is_large, is_first] = ready
         return ready
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write param16 of all parameters from param32, over whatever the payload holds."""
         for run in self._runs(None):
-            self._cast(run.start, run.end)
+            _cast(self._payload, self._states[0], run.start, run.end)
+
+    def _keep(self) -> None:
+        """Leave everything as it is, in the target if there is one."""
+        for run in self._runs(None):
+            self._keep_run(run.start, run.end)
 
     def _runs(self, inputs: StepInputs | None) -> Iterator[_Run]:
         """Ranges of touching pieces to treat alike, ascending; all are inactive without inputs."""
@@ -138,13 +157,20 @@ class ChunkUpdate:
         if run is not None:
             yield run
 
-    def _cast(self, start: int, end: int) -> None:
-        if self._is_cast:
-            self._payload[start:end].copy_(self._states[0][start:end])
+    def _keep_run(self, start: int, end: int) -> None:
+        if self._has_target:
+            for state, target in zip(self._states, self._target_states, strict=True):
+                target[start:end].copy_(state[start:end])
+        _cast(self._target_payload, self._states[0], start, end)
 
     def _clear_states(self, start: int, end: int) -> None:
-        for state in self._states[1:]:
+        for state in self._target_states[1:]:
             state[start:end].zero_()
+
+
+def _cast(payload: Tensor, param32: Tensor, start: int, end: int) -> None:
+    if payload.data_ptr() != param32.data_ptr():
+        payload[start:end].copy_(param32[start:end])
 
 
 def _check_tensors(payload: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> None:

@@ -33,8 +33,10 @@ EAGER_TILE_NUMEL = 64 * 1024
 logger = logging.getLogger("chunkc")
 
 
-Kernel = Callable[[Sequence[Tensor], int, int, Tensor], Callable[[], None]]
-"""Makes ready the update of [start, end) of gradient, param32, states and payload in place: host, 1-D, contiguous.
+Kernel = Callable[[Sequence[Tensor], Sequence[Tensor], int, int, Tensor], Callable[[], None]]
+"""Makes ready the update of [start, end) from gradient, param32 and states to param32, states and payload.
+
+All are on the host, 1-D and contiguous; what is written may be what is read, element by element.
 
 What it returns reads the coefficients when it is called; the caller keeps all tensors alive.
 """
@@ -92,11 +94,15 @@ class _Loop:
         function.argtypes = [  # type: ignore[attr-defined]
             ctypes.c_int64 if kind == "numel" else ctypes.c_void_p for kind, _ in order
         ]
-        places = {"input": (*range(1 + num_lists), -2), "output": tuple(range(1, 2 + num_lists)), "numel": (-1,)}
+        num_read = 1 + num_lists
+        written = tuple(range(num_read, num_read + num_lists + 1))
+        places = {"input": (*range(num_read), -2), "output": written, "numel": (-1,)}
         self._order = tuple(places[kind][index] for kind, index in order)
 
-    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> Callable[[], None]:
-        values = [t.data_ptr() + start * t.element_size() for t in tensors]
+    def __call__(
+        self, read: Sequence[Tensor], written: Sequence[Tensor], start: int, end: int, coefficients: Tensor
+    ) -> Callable[[], None]:
+        values = [t.data_ptr() + start * t.element_size() for t in (*read, *written)]
         values += (coefficients.data_ptr(), end - start)
         return partial(self._function, *[values[i] for i in self._order])
 
@@ -110,24 +116,28 @@ def _rounded_sqrt(values: Tensor) -> Tensor:
 class _Eager:
     rule: UpdateRule
 
-    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> Callable[[], None]:
-        return partial(self._update, tensors, start, end, coefficients)
+    def __call__(
+        self, read: Sequence[Tensor], written: Sequence[Tensor], start: int, end: int, coefficients: Tensor
+    ) -> Callable[[], None]:
+        return partial(self._update, read, written, start, end, coefficients)
 
-    def _update(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
-        num_lists = 1 + len(self.rule.states.names)
+    def _update(
+        self, read: Sequence[Tensor], written: Sequence[Tensor], start: int, end: int, coefficients: Tensor
+    ) -> None:
         for first in range(start, end, EAGER_TILE_NUMEL):
-            gradient, *lists = (t[first : min(first + EAGER_TILE_NUMEL, end)] for t in tensors)
-            new = _new_lists(self.rule, gradient, lists[0], lists[1:num_lists], coefficients, _rounded_sqrt)
-            for output, value in zip(lists, (*new, new[0]), strict=False):
-                output.copy_(value)
+            tile = slice(first, min(first + EAGER_TILE_NUMEL, end))
+            gradient, param32, *states = (t[tile] for t in read)
+            new = _new_lists(self.rule, gradient, param32, states, coefficients, _rounded_sqrt)
+            for output, value in zip(written, (*new, new[0]), strict=False):
+                output[tile].copy_(value)
 
 
 def _agree(kernel: Kernel, eager: _Eager, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> bool:
     """Whether both kernels make the same of vectors and a rest between elements that neither may touch."""
     num_lists, coefficients = 1 + len(eager.rule.states.names), _arbitrary_coefficients()
     found, wanted = (_random_chunk(num_lists, gradient_dtype, payload_dtype) for _ in range(2))
-    kernel(found, 3, 1006, coefficients)()
-    eager(wanted, 3, 1006, coefficients)()
+    for update, chunk in ((kernel, found), (eager, wanted)):
+        update(chunk[: 1 + num_lists], chunk[1:], 3, 1006, coefficients)()
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from chunkc.runtime.update.begun import BegunStep
 from chunkc.runtime.update.loss_scale import LossScale
 from chunkc.runtime.update.rules import ROW_NUMEL, Hyper, row_of
 
@@ -30,6 +31,7 @@ class StepInputs:
         seen: the same on the host.
         found: float32 [] on the device, not 0 where a gradient is infinite or NaN; None where nobody has looked.
         loss_scale: what follows ``found``, if anything here does.
+        begun: what was expected of a step with these hypers and steps, if that was.
     """
 
     hypers: Mapping[int, Hyper]
@@ -40,6 +42,7 @@ class StepInputs:
     seen: torch.Tensor | None = None
     found: torch.Tensor | None = None
     loss_scale: LossScale | None = None
+    begun: BegunStep | None = None
 
 
 def step_lines(
