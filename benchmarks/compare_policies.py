@@ -43,8 +43,9 @@ MACHINES: Final = (
 )
 MODELS: Final = tuple(name for name in NAMES if name.startswith("gpt-"))
 ROUNDING: Final = 1e-4
-EXPLAIN_ABOVE: Final = 0.15
-"""Excess over the largest bound from which a row says what the step waits for."""
+EXPLAIN_ABOVE: Final = 0.06
+DECIDED_ABOVE: Final = 0.10
+"""Excess over the largest bound from which a row says what the step waits for, without a decision and with one."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,15 @@ def cells_of(row: Row) -> tuple[str, ...]:
     excess = excess_of(timeline)
     why = waits_of(timeline) if excess > EXPLAIN_ABOVE else ""
     bound = f"{duration(bounds[largest])} ({largest})"
-    decided = row.decided_shortage if row.decided is None else step_and_rate(row.decided)
+    decided = row.decided_shortage if row.decided is None else decided_cell(row.decided)
     return (row.model, step_and_rate(timeline), other, speedup, bound, f"{excess:+.0%}", why, decided)
+
+
+def decided_cell(timeline: Timeline) -> str:
+    """Time of a step, TFLOPS, and how much longer it is than the work of its busiest stream."""
+    excess = excess_of(timeline)
+    why = f": {waits_of(timeline)}" if excess > DECIDED_ABOVE else ""
+    return f"{step_and_rate(timeline)}, {excess:+.0%}{why}"
 
 
 def step_and_rate(timeline: Timeline) -> str:
@@ -166,6 +174,8 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
     contested = [row for row in rows if row.others_ms]
     won = [row for row in contested if row.is_fastest]
     only = [row for row in planned if not row.others_ms]
+    decided = [row.decided for row in rows if row.decided is not None]
+    close = [timeline for timeline in decided if excess_of(timeline) <= DECIDED_ABOVE]
     parts = [
         "# Plans beside other systems",
         "",
@@ -174,13 +184,16 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
         "parameters * tokens * 8 / seconds. Of several ranks, the first and the last are simulated, which own most",
         "and least; the slower of the two is shown. No system clips gradients or scales a loss, so no update waits for",
-        "a decision; *with a decision* is the same run with clipping, and in fp16 with loss scaling, for which all",
-        "updates wait until backward has ended (the first rank). `chunkc plan` counts the loss scaling of fp16.",
+        "a decision; *with a decision* is the same run with clipping, and in fp16 with loss scaling (the first rank):",
+        "no update is permitted until backward has ended. Where host memory has room for second homes, updates begin",
+        "before that, and are committed, as in steps that clip nothing. `chunkc plan` counts the loss scaling of fp16.",
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",
         f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than the work of its",
-        f"busiest stream; from {EXPLAIN_ABOVE:.0%} on, *critical path* says where the step goes.",
+        f"busiest stream, and so does the last figure with a decision. From {EXPLAIN_ABOVE:.0%} on, or",
+        f"{DECIDED_ABOVE:.0%} with a decision, the critical path says where the step goes. Of {len(decided)} plans",
+        f"with a decision, {len(close)} are within {DECIDED_ABOVE:.0%}.",
         "",
         "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",
     ]

@@ -1,10 +1,11 @@
 """Measuring gradients: where their norms are taken, and the decision that updates wait for.
 
 Clipping by the global norm and dynamic loss scaling need all gradients before the first update. So each chunk is
-measured on the compute stream as soon as its last gradient has landed (and is reduced, where ranks share groups), while
-backward goes on; and the step begins with one decision, the only barrier: no update starts before it.
+measured as soon as its last gradient has landed, while backward goes on; and the step begins with one decision, the
+only barrier: no update starts before it.
 
-Where ranks share groups, each measures what it owns, and backward ends with one sum over all ranks. It stands behind
+Where ranks share groups, each measures what it owns once that is reduced, in the queue of the reductions, so that the
+compute stream does not wait for them; and backward ends with one sum over all ranks. It stands behind
 everything else that ranks exchange, so that all exchange in the same order; a rank of padding takes part as well.
 
 Where micro-batches add up, each backward measures the sums so far, since any may turn out to be the last of its step.
@@ -42,7 +43,7 @@ def with_norms(layout: Layout, backward: Sequence[ActionAccess]) -> tuple[Action
         measured.append(access)
         if position in due:
             chunk = due[position]
-            norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE)
+            norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE if layout.world_size == 1 else Stream.COMM)
             measured.append(ActionAccess(norm, access.writes, (norm_name(chunk),)))
     if layout.world_size > 1:
         measured.append(ActionAccess(Action(Op.SUM, "", Stream.COMM), _norms_of(measured), (_SUMS,)))

@@ -4,8 +4,8 @@ Larger chunks copy faster, smaller ones overlap better; states in device memory 
 room for payloads. So candidates are planned whole, by the same passes, and simulated on the machine's rates; the least
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
-    passes' own plan -> states on the device -> chunk size -> states again, with a share of the others streamed
-    -> second homes, where updates are held, and shares again
+    passes' own plan -> states on the device -> chunk size -> second homes, where updates are held
+    -> states again, with a share of the others streamed -> second homes again
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class Search:
         best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
         best = best if sized is best else self._place_states(sized)
-        best = self._vary_counts(best, with_shares=True)
-        early = self._place_second_homes(best)
-        return best if early is best else self._place_second_homes(self._vary_counts(early, with_shares=True))
+        best = self._vary_counts(self._place_second_homes(best), with_shares=True)
+        return self._place_second_homes(best)
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
         """Of every octave of chunk sizes the one that moves least, with as many bytes of states."""

@@ -87,6 +87,8 @@ class ActionCosts:
         return Cost(alone_ms, self._use(action), launch_ms, kernels_ms, nbytes)
 
     def _use(self, action: Action) -> Use:
+        if action.op is Op.NORM:
+            return Use(action.stream)
         on_host = action.stream is Stream.CPU
         return stream_use(action.stream, self._rates, self._chunk(action).dtype if on_host else "float32")
 
@@ -164,7 +166,9 @@ class ActionCosts:
         return self._part_of_update(action, _PARAM32_NBYTES + DTYPE_NBYTES[self._chunk(action).dtype])
 
     def _norm(self, action: Action) -> tuple[float, int, int]:
-        return self._part_of_update(action, DTYPE_NBYTES[self._chunk(action).dtype])
+        """Bytes of device memory are none of a link's, where ranks measure among their exchanges."""
+        alone_ms, nbytes, kernels = self._part_of_update(action, DTYPE_NBYTES[self._chunk(action).dtype])
+        return alone_ms, nbytes if action.stream is Stream.COMPUTE else 0, kernels
 
     def _part_of_update(self, action: Action, param_nbytes: int) -> tuple[float, int, int]:
         """Work that moves ``param_nbytes`` for each parameter where an update moves more, as fast by bytes."""

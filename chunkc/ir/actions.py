@@ -88,6 +88,7 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.SUM: frozenset({Stream.COMM}),
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
+    Op.NORM: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.BEGIN: frozenset({Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.RESTORE: frozenset({Stream.COMPUTE, Stream.CPU}),

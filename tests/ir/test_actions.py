@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from chunkc.ir.actions import FROM_SLOT, LANDINGS, TO_SLOT, Action, Op, Stream, parse
 
-CHUNK_OPS = (Op.FETCH, Op.OPEN, Op.EVICT, Op.DROP, Op.STASH, Op.ADD, Op.NORM, Op.UPDATE, Op.RESTORE)
+CHUNK_OPS = (Op.FETCH, Op.OPEN, Op.EVICT, Op.DROP, Op.STASH, Op.ADD, Op.NORM, Op.BEGIN, Op.UPDATE, Op.RESTORE)
 STREAMS: dict[Op, tuple[Stream, ...]] = {
     Op.FETCH: (Stream.H2D,),
     Op.OPEN: (Stream.H2D,),
@@ -16,6 +16,8 @@ STREAMS: dict[Op, tuple[Stream, ...]] = {
     Op.GATHER: (Stream.COMM,),
     Op.REDUCE: (Stream.COMM,),
     Op.SUM: (Stream.COMM,),
+    Op.NORM: (Stream.COMPUTE, Stream.COMM),
+    Op.BEGIN: (Stream.CPU,),
     **{op: (Stream.COMPUTE, Stream.CPU) for op in (Op.UPDATE, Op.RESTORE)},
 }
 numbers = st.integers(0, 10**6)

@@ -27,7 +27,7 @@ def test_json_is_plain_and_shows_actions_as_text() -> None:
     data = evicting().build().to_json()
     assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
     assert data["programs"][0]["actions"][0] == "fetch c0 -> d0 @h2d after s0"
-    assert data["format_version"] == 7
+    assert data["format_version"] == 8
 
 
 @pytest.mark.parametrize("version", [0, 2, None, "3"])
@@ -35,7 +35,7 @@ def test_another_format_version_is_refused(version: object) -> None:
     data = evicting().build().to_json()
     data["format_version"] = version
     with pytest.raises(
-        ValueError, match=f"plan format {version!r} is not supported; this release reads format 7: plan the"
+        ValueError, match=f"plan format {version!r} is not supported; this release reads format 8: plan the"
     ):
         Plan.from_json(data)
 

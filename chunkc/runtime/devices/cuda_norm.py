@@ -1,4 +1,4 @@
-"""Norm of a chunk on a CUDA device, by kernels of ``triton_kernels.grad_norm`` on the compute stream."""
+"""Norm of a chunk on a CUDA device, by kernels of ``triton_kernels.grad_norm``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkc.runtime.update.cpu_update import Piece
 
 
 class NormScratch:
-    """Working memory that all norms of a device share on one stream; grows with the largest chunk."""
+    """Working memory that all norms of a device share, on one stream; grows with the largest chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)

@@ -41,7 +41,7 @@ class Update(Protocol):
 
 
 Norm = Callable[[], None]
-"""Measures one chunk: called as the ``work`` of a launch on the compute stream."""
+"""Measures one chunk: called as the ``work`` of a launch; all of one job on the same stream."""
 
 Launch = Callable[[Stream, str, Sequence[Event], Callable[[], None]], Event]
 """`Device.launch`: stream, label, waits, work."""

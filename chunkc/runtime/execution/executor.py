@@ -116,7 +116,7 @@ class Executor:
         lines = [str(replace(a, waits=())) for a in program.planned.actions if a.stream is Stream.COMM]
         if program.planned.role == "backward":
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
-        return [line for line in lines if not line.startswith(("release", "drop"))]
+        return [line for line in lines if not line.startswith(("release", "drop", "norm"))]
 
     def agree(self, kind: Kind, program: BoundProgram, state: Sequence[str] = (), number: int = 0) -> list[int]:
         """Agree with all ranks on ``state`` and on running ``program``; return ``number`` of every rank.

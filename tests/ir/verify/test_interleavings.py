@@ -71,6 +71,8 @@ def test_deleting_an_action_is_refused(name: str) -> None:
     spec = ORACLE_SPECS[name]
     for program, texts in spec.programs.items():
         for position, text in enumerate(texts):
+            if text.startswith("begin"):
+                continue  # the step computes it
             assert not accepted(spec.delete(program, position).build()), f"{program} without `{text}`"
 
 

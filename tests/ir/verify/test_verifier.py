@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 from mutations_actions import GRADIENTS, MOVES, STEP
+from mutations_begun import BEGUN
 from mutations_frame import BUDGETS, COLLECTIVES, STRUCTURE
 from plans import SPECS, chain, evicting
 from spec import PlanSpec
@@ -65,7 +66,7 @@ def test_work_grows_linearly() -> None:
     assert seconds_to_verify(chain(400).build()) < 60 * seconds_to_verify(chain(20).build())
 
 
-MUTATIONS = [*MOVES, *GRADIENTS, *STEP, *BUDGETS, *COLLECTIVES, *STRUCTURE]
+MUTATIONS = [*MOVES, *GRADIENTS, *STEP, *BEGUN, *BUDGETS, *COLLECTIVES, *STRUCTURE]
 
 
 @pytest.mark.parametrize(("change", "patterns"), [m[1:] for m in MUTATIONS], ids=[m[0] for m in MUTATIONS])

@@ -288,9 +288,9 @@ def test_every_small_size_gives_the_bits_of_the_large_range(dtype: torch.dtype) 
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def library_kernel(tensors: list[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+def library_kernel(read: list[Tensor], written: list[Tensor], start: int, end: int, coefficients: Tensor) -> None:
     """PyTorch's fused kernel, which gives other bits to the rest of a range than to full vectors."""
-    g, p, m, v, payload = (t[start:end] for t in tensors)
+    g, p, m, v, payload = (t[start:end] for t in (*read, written[-1]))
     step = torch.tensor(2.0)
     torch._fused_adamw_(
         [p], [g], [m], [v], [], [step], lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False,

@@ -91,8 +91,9 @@ def test_every_range_has_the_bits_of_eager(
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             found, wanted = (chunk(end + 9, *dtypes, rule) for _ in range(2))
-            kernel(found, start, end, coefficients)()
-            module._Eager(rule)(wanted, start, end, coefficients)()
+            num_read = 2 + len(rule.states.names)
+            kernel(found[:num_read], found[1:], start, end, coefficients)()
+            module._Eager(rule)(wanted[:num_read], wanted[1:], start, end, coefficients)()
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -156,7 +157,7 @@ def test_python_runs_meanwhile() -> None:
     holding = module._Loop(getattr(ctypes.PyDLL(library), symbol), order, 3)
     num_seen = {kernel: 0, holding: 0}
     for loop in (kernel, holding) * NUM_TRIES:
-        num_seen[loop] += bool(seen_while(loop(tensors, 0, numel, coefficients)))
+        num_seen[loop] += bool(seen_while(loop(tensors[:4], tensors[1:], 0, numel, coefficients)))
     assert num_seen[kernel] > num_seen[holding] + NUM_TRIES // 4, num_seen
 
 
@@ -227,8 +228,10 @@ def test_without_a_compiler_the_same_bits_are_trained_eagerly(tmp_path: Path) ->
 def test_the_comparison_of_bits_sees_a_skipped_element() -> None:
     eager = module._Eager(ADAM)
 
-    def short(tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> Callable[[], None]:
-        return eager(tensors, start, end - 1, coefficients)
+    def short(
+        read: Sequence[Tensor], written: Sequence[Tensor], start: int, end: int, coefficients: Tensor
+    ) -> Callable[[], None]:
+        return eager(read, written, start, end - 1, coefficients)
 
     assert module._agree(eager, eager, BF16, BF16)
     assert not module._agree(short, eager, BF16, BF16)

@@ -72,8 +72,8 @@ def _final(lowered: Lowered, memory: Memory) -> list[str]:
     wrong, slots = [], dict(lowered.plan.program("forward").entry.resident)
     for c in lowered.model.mine:
         chunk, triple = lowered.layout.chunks[c], lowered.expected.triples[c]
-        payload_at = ("home", c) if chunk.home is Tier.HOST else ("slot", slots[f"c{c}"])
-        triple_at = ("os", c) if chunk.os_home is Tier.HOST else ("slot", slots[f"os{c}"])
+        payload_at = lowered.home("home", c) if chunk.home is Tier.HOST else ("slot", slots[f"c{c}"])
+        triple_at = lowered.home("os", c) if chunk.os_home is Tier.HOST else ("slot", slots[f"os{c}"])
         if memory.read(payload_at) != lowered.model.cast(c, triple):
             wrong.append(f"c{c} ends with wrong parameters")
         if memory.read(triple_at) != (triple,):

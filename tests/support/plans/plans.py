@@ -1,5 +1,7 @@
 """Small plans written by hand, one for each way in which memory can be managed, and one of any length."""
 
+from dataclasses import replace
+
 from spec import CHUNK_NUMEL, PAYLOAD, TRIPLE, PlanSpec, segment, trained
 
 from chunkc.ir.layout import Chunk, ChunkList, Placement
@@ -51,6 +53,12 @@ def evicting() -> PlanSpec:
         },
         saved=(("c1", 1), ("c2", 0)),
     )
+
+
+def begun() -> PlanSpec:
+    """As ``evicting``; c1 and c2 have second homes, into which their updates begin in backward."""
+    spec = evicting().insert("backward", 3, "begin c2 @cpu after b2").insert("backward", 7, "begin c1 @cpu after b6")
+    return spec.but(chunks=tuple(replace(c, has_second_home=c.index > 0) for c in spec.chunks))
 
 
 def resident() -> PlanSpec:
@@ -238,8 +246,15 @@ def measured() -> PlanSpec:
     return spec.set("step", 1, "update c0 @cpu after b16 s0").set("step", 2, "update c2 @cpu after b6 s0")
 
 
+def measured_begun() -> PlanSpec:
+    """The same with a second home for c2, whose update begins while backward goes on."""
+    spec = measured().insert("backward", 7, "begin c2 @cpu after b6")
+    return spec.but(chunks=tuple(replace(c, has_second_home=c.index == 2) for c in spec.chunks))
+
+
 SPECS: dict[str, PlanSpec] = {
     "evicting": evicting(),
+    "begun": begun(),
     "resident": resident(),
     "spanning": spanning(),
     "streaming": streaming(),
@@ -247,6 +262,7 @@ SPECS: dict[str, PlanSpec] = {
     "distributed": distributed(),
     "distributed_rank1": distributed(rank=1),
     "measured": measured(),
+    "measured_begun": measured_begun(),
 }
 
 

@@ -3,6 +3,9 @@
 Values are interned terms, as in `reference`. Actions take time: between an action's start and its finish its
 destinations hold garbage and its sources must not change. So every race shows in some interleaving as a term that
 differs from the reference. Slots are sets of byte ranges: writing one tears every slot that overlaps it.
+
+Chunks with second homes have two places for each content, which change with every update. What was begun has to be
+what the step would compute from what stands at home then, or its update leaves garbage.
 """
 
 from collections.abc import Callable
@@ -86,10 +89,15 @@ class Lowered:
         barrier: list[int] = []
         self.kept: set[tuple[int, int]] = set()
         self.unreduced: dict[int, set[int]] = {}
+        self.side = {c.index: 0 for c in self.layout.chunks if c.has_second_home}
+        self.begun: set[int] = set()
         for instance, letter in enumerate(sequence):
             program = self.plan.program(*PROGRAMS[letter])
             if letter in "BPSR":
                 self.kept = set()
+            if program.role == "backward":
+                program = program if _is_stepped(sequence[instance + 1 :]) else program.without_begins()
+                self.begun = set()
             if program.role in ("resume", "reduce_all"):
                 barrier = list(range(len(self.tasks)))
             current = latest.setdefault(ROLE_LETTER[program.role], {})
@@ -113,11 +121,15 @@ class Lowered:
     def _slot(self, target: str) -> Location:
         return ("slot", self.slots.get(target, -1))
 
+    def home(self, kind: str, chunk: int, *, is_second: bool = False) -> Location:
+        """Where payload (``home``) or triple (``os``) of ``chunk`` is at home, or its second home."""
+        return (f"{kind} {self.side[chunk] ^ is_second}" if chunk in self.side else kind, chunk)
+
     def _payload(self, action: Action, chunk: int) -> Location:
-        return ("home", chunk) if action.stream is Stream.CPU else self._slot(f"c{chunk}")
+        return self.home("home", chunk) if action.stream is Stream.CPU else self._slot(f"c{chunk}")
 
     def _triple(self, action: Action, chunk: int) -> Location:
-        return ("os", chunk) if action.stream is Stream.CPU else self._slot(f"os{chunk}")
+        return self.home("os", chunk) if action.stream is Stream.CPU else self._slot(f"os{chunk}")
 
     def initial(self, memory: Memory) -> None:
         """Homes and static residents before the first program."""
@@ -125,8 +137,9 @@ class Lowered:
             triple = self.model.initial_triple(chunk.index)
             content = self.model.cast(chunk.index, triple)
             if self.layout.owner(chunk.index) == self.layout.rank:
-                memory.write(("home", chunk.index), content if chunk.home is Tier.HOST else GARBAGE)
-                memory.write(("os", chunk.index), (triple,) if chunk.os_home is Tier.HOST else GARBAGE)
+                side = " 0" if chunk.has_second_home else ""
+                memory.write((f"home{side}", chunk.index), content if chunk.home is Tier.HOST else GARBAGE)
+                memory.write((f"os{side}", chunk.index), (triple,) if chunk.os_home is Tier.HOST else GARBAGE)
         for target, slot in self.plan.program("forward").entry.resident:
             index = int(target.lstrip("cos"))
             triple = self.model.initial_triple(index)
@@ -137,7 +150,8 @@ class Lowered:
         op, here = action.op, ("slot", action.slot or 0)
         if op in (Op.FETCH, Op.LOAD):
             self.slots[action.target] = action.slot or 0
-            return [("home" if op is Op.FETCH else "os", action.index)], [here], lambda inputs: inputs
+            home = self.home("home" if op is Op.FETCH else "os", action.index)
+            return [home], [here], lambda inputs: inputs
         if op is Op.OPEN:
             self.slots[action.target] = action.slot or 0
             chunk = self.layout.chunks[action.index]
@@ -147,7 +161,7 @@ class Lowered:
         if op in (Op.EVICT, Op.STORE):
             self.slots.pop(action.target, None)
             kind = "home" if op is Op.EVICT else "os"
-            return [here], [(kind, action.index), here], lambda inputs: [inputs[0], GARBAGE]
+            return [here], [self.home(kind, action.index), here], lambda inputs: [inputs[0], GARBAGE]
         if op is Op.DROP:
             self.slots.pop(action.target, None)
             return [], [here], lambda inputs: [GARBAGE]
@@ -268,9 +282,27 @@ class Lowered:
         if action.op is Op.RESTORE:
             return [triple], [payload], lambda inputs: [model.cast(chunk, inputs[0][0])]
 
+        if action.op is Op.BEGIN:
+            self.begun.add(chunk)
+            second = [self.home(kind, chunk, is_second=True) for kind in ("os", "home")]
+            return [grads, triple], second, lambda inputs: [(terms("begun", inputs[1][0], *inputs[0]),), GARBAGE]
+        written, early = [triple, payload], []
+        if chunk in self.side and action.stream is Stream.CPU:
+            self.side[chunk] ^= 1
+            written = [self.home("os", chunk), self.home("home", chunk)]
+            early = [written[0]] if chunk in self.begun else []
+
         def update(inputs: list[Content]) -> list[Content]:
             decided = inputs[2][0] if model.scaled else 0
+            if early and inputs[-1] != (terms("begun", inputs[1][0], *inputs[0]),):
+                return [GARBAGE, GARBAGE]
             new = terms("adam", inputs[1][0], decided, *inputs[0])
             return [(new,), model.cast(chunk, new)]
 
-        return [grads, triple] + [decision] * model.scaled, [triple, payload], update
+        return [grads, triple] + [decision] * model.scaled + early, written, update
+
+
+def _is_stepped(sequence: str) -> bool:
+    """Whether a step follows before another backward does."""
+    following = next((letter for letter in sequence if PROGRAMS[letter][0] in ("backward", "step", "restore")), "")
+    return bool(following) and PROGRAMS[following][0] != "backward"
