@@ -24,6 +24,8 @@ from chunkc.report.measured import joined_trace, measured_trace
 from chunkc.report.trace import trace
 from chunkc.runtime.devices.throttle import Span
 from chunkc.runtime.model.optimizer_steps import StepWindow
+from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.update.begun import BegunCounts
 
 logger = logging.getLogger("chunkc")
 
@@ -34,7 +36,9 @@ def metrics(model: nn.Module) -> dict[str, float]:
     """Numbers of the latest step, flat, for any logger: those of `stats`, and how fast it went.
 
     Pending work is finished first; a loop that asks at every step gives up that updates run beside the next forward.
-    From the second step on there are also
+    ``num_begun_steps`` counts the steps whose updates began while backward ran, ``num_committed_steps`` those that
+    turned out as expected, ``num_dropped_steps`` those whose updates were computed again. From the second step on there
+    are also
 
         step_ms            from the end of the step before to its own, with whatever the script did in between
         num_tokens         of its forwards: elements of their largest integer inputs; left out where there are none
@@ -60,10 +64,20 @@ def metrics(model: nn.Module) -> dict[str, float]:
     steps = runtime.steps.log
     numbers["num_steps"] = steps.num_steps
     numbers["evaluation_peak_nbytes"] = runtime.accounting.evaluation_peak_nbytes
+    numbers |= _begun(runtime.parameters.store)
     numbers |= runtime.device.allocator_peaks()
     if steps.latest is not None:
         numbers |= _speeds(steps.latest) | _stalls(steps.latest, sees_all=runtime.device.recorder() is not None)
     return numbers
+
+
+def _begun(store: ChunkStore | None) -> dict[str, float]:
+    counts = BegunCounts() if store is None else store.begun_counts
+    return {
+        "num_begun_steps": counts.num_begun,
+        "num_committed_steps": counts.num_committed,
+        "num_dropped_steps": counts.num_dropped,
+    }
 
 
 def _speeds(window: StepWindow) -> dict[str, float]:

@@ -45,6 +45,7 @@ _OF_OP = {
     Op.GATHER: Work.GATHER,
     Op.REDUCE: Work.REDUCE,
     Op.SUM: Work.REDUCE,
+    Op.BEGIN: Work.UPDATE,
     Op.UPDATE: Work.UPDATE,
 }
 

@@ -160,6 +160,13 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
         yield f"also on the device when a step begins: {' '.join(kept)}"
     used = unit.named(plan.memory.device_budget_nbytes - plan.memory.device_peak_nbytes)
     yield f"free under the device budget at its peak: {used}"
+    seconds = [c.index for c in owned if c.has_second_home]
+    if seconds:
+        nbytes = sum(plan.layout.second_home_nbytes(tier) for tier in SLOWER_TIERS)
+        yield (
+            f"second homes (updates begin before step()): {plural(len(seconds), 'chunk')}, {unit.named(nbytes)}: "
+            f"{ranges('c', seconds)}"
+        )
     peak = plan.segment(plan.memory.nonmodel_segment)
     largest = largest_saved(plan.saved, peak.graph, peak.first_op, peak.end_op)
     if largest:

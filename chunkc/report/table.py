@@ -35,7 +35,7 @@ _BELOW = " " * 6  # before actions that stand below their segments
 _HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
 _LEFT_ALIGNED = (0, 2)
 _AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.RUN})  # such an action belongs to the next segment
-_ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
+_ON_ANY_STREAM = frozenset({Op.BEGIN, Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
     "restore": ", in place of step: gradients are given up",
     "evaluate": ", a forward without gradients",

@@ -220,7 +220,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ActionAccess:
-    """An action without waits, and what it uses: ``d3`` slot, ``h7`` home, ``o7`` states, ``s7`` second home."""
+    """An action without waits, and its resources: ``d3`` slot, ``h7`` home, ``o7`` states, ``s7`` second."""
 
     action: Action
     reads: tuple[str, ...]

@@ -32,7 +32,7 @@ def second_home_name(chunk: int) -> str:
 
 
 def candidates(layout: Layout, liveness: Liveness, share: float) -> tuple[Chunk, ...]:
-    """This rank's chunks that the host updates, by when the gradients of their group land (first ones first).
+    """This rank's chunks that the host updates, in the order in which gradients land.
 
     ``share`` of the states is streamed through the device. All ranks list the same groups; a chunk of padding stands
     for its group.
@@ -53,7 +53,7 @@ def candidates(layout: Layout, liveness: Liveness, share: float) -> tuple[Chunk,
 
 
 def with_second_homes(layout: Layout, liveness: Liveness, target: Target, share: float, num: int) -> Layout:
-    """``layout`` with second homes for ``num`` chunks of this rank, or as many as its host memory has room for."""
+    """``layout`` with ``num`` second homes of this rank, or as many as host memory has room for."""
     left_nbytes = target.budget_nbytes(Tier.HOST) - layout.nbytes_in(Tier.HOST)
     groups = set()
     for chunk in candidates(layout, liveness, share)[:num]:

@@ -314,7 +314,7 @@ def finish(machine: Machine, program: Program) -> str | None:
 
 
 def begin(machine: Machine, program: Program) -> None:
-    """Begin ``program``: a backward is one more micro-batch, or the first of a step, and drops what was begun."""
+    """Begin ``program``: a backward is a micro-batch, and drops what was begun."""
     if program.role != "backward":
         return
     machine.iteration.begun = set()

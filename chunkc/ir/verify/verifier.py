@@ -144,7 +144,7 @@ def replayed_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _programs(plan: Plan, letters: str) -> tuple[Program, ...]:
-    """The programs that ``letters`` name; updates are begun in backwards that no other follows before a step."""
+    """The programs that ``letters`` name; updates begin in the last backward before each step."""
     alone = {p.key: p.without_begins() for p in plan.programs if p.role == "backward"}
     programs: list[Program] = []
     is_stepped = False

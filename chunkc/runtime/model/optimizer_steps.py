@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from weakref import WeakMethod
 
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.actions import Stream
@@ -79,22 +78,21 @@ class OptimizerSteps:
         self.log = StepLog(state.device.stalled_s)
         self.owners: dict[int, object] = {}
         self.decision: StepDecision | None = None
-        self.expected_inputs: WeakMethod[Callable[[Collection[int]], ExpectedInputs | None]] | None = None
+        self.expected_inputs: Callable[[Set[int]], ExpectedInputs | None] | None = None
         self.plan_recorded: Callable[[], None] | None = None
         self._values, self.clipping, self._state = gradient_values, clipping, state
         self.parameters, self._gradients = gradient_values.parameters, gradient_values.gradients
 
     def expect(self, made: Set[int]) -> ExpectedInputs | None:
-        """Inputs of the step behind a backward that makes the gradients of ``made``; None where none is expected.
+        """Inputs of the step behind a backward that makes gradients of ``made``; None where none is expected.
 
         Before the first step, no optimizer is known, and a micro-batch before the last is followed by others.
         """
         gradients, state = self._gradients, self._state
-        inputs_of = None if self.expected_inputs is None else self.expected_inputs()
         is_last = gradients.num_micro_batches >= (state.num_expected or gradients.accumulate)
-        if inputs_of is None or not is_last or gradients.host_grads:
+        if self.expected_inputs is None or not is_last or gradients.host_grads:
             return None
-        return inputs_of(made | gradients.published(gradients.chunk_grads))
+        return self.expected_inputs(made | gradients.published(gradients.chunk_grads))
 
     def settle(self) -> None:
         self._state.settle()

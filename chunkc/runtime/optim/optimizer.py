@@ -13,10 +13,10 @@ for the states of the optimizer that was made last before it, or that ``compile(
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -147,11 +147,11 @@ class ChunkOptimizer(torch.optim.Optimizer):
         hypers = {index: snapshots[id(groups[index])] for index in sorted(active)}
         return hypers, self._counts.following(hypers)
 
-    def _expected_inputs(self, active: Collection[int]) -> tuple[dict[int, Hyper], dict[int, int]] | None:
-        """`_inputs` of the step that will follow a backward; None where that step would be refused."""
+    def inputs_of_next_step(self, active: Set[int]) -> tuple[dict[int, Hyper], dict[int, int]] | None:
+        """Inputs of a step of ``active`` now, by parameter; None where it would be refused."""
         try:
             groups = self._groups_by_index()
-            return self._inputs(active, groups) if groups.keys() >= set(active) else None
+            return self._inputs(active, groups) if groups.keys() >= active else None
         except (ChunkcError, ValueError):  # the step says it
             return None
 
@@ -159,7 +159,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if self.max_grad_norm is not None:
             self.runtime.clipping.clip(self.max_grad_norm)
         self._counts.advance(steps, self.runtime.step(hypers, steps))
-        self.runtime.expected_inputs = WeakMethod(self._expected_inputs)
+        self.runtime.expected_inputs = partial(_expected_inputs, weakref.ref(self))
 
     def state_dict(self) -> dict[str, Any]:
         """States in torch's layout: float32 copies, in 16-bit modes with ``master_param``."""
@@ -340,3 +340,11 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"{names_of(self.runtime, missing)} are not in its groups: add them with add_param_group, freeze them "
                 "with requires_grad_(False) before compiling, or set their .grad to None"
             )
+
+
+def _expected_inputs(
+    optimizer: weakref.ref[ChunkOptimizer], active: Set[int]
+) -> tuple[dict[int, Hyper], dict[int, int]] | None:
+    """`ChunkOptimizer.inputs_of_next_step`, which keeps no optimizer alive."""
+    found = optimizer()
+    return None if found is None else found.inputs_of_next_step(active)

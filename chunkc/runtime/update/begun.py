@@ -26,7 +26,7 @@ PATIENCE: Final = 3
 
 @dataclass(slots=True)
 class BegunCounts:
-    """Steps whose updates were begun, and what became of them: ``num_begun`` is the sum of the others in the end.
+    """Steps whose updates were begun, committed, and dropped, which are computed again.
 
     ``surprises``: of the latest steps whether they were otherwise than expected, by what the host knows (``hypers``)
     and by their decision (``factors``).
@@ -91,7 +91,7 @@ class BegunStep:
         return self._begun_with
 
     def commits(self, decided: torch.Tensor | None) -> bool:
-        """Whether a decision (`StepInputs.seen`) found the factor that updates began with. Called by the worker."""
+        """Whether a decision (`StepInputs.seen`) found the factor of what was begun. Called by the worker."""
         if not self._is_seen:
             self._is_seen = True
             self._counts.factors.append(self._expected is not None and not self._expected[1])

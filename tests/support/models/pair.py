@@ -43,8 +43,9 @@ def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[0], tokens[1]
 
 
-MIXED = {"num_resident_states": 2, "keeps_payloads": True, "streamed_share": 0.4}
-"""Planning options with which a ``Pair`` has optimizer states in all places, and whole chunks on the device."""
+MIXED = {"num_resident_states": 2, "keeps_payloads": True, "streamed_share": 0.4, "num_second_homes": 5}
+"""Planning options with which a ``Pair`` has optimizer states in all places, whole chunks on the device, and updates
+that begin before their step."""
 
 
 class Pair:

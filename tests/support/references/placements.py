@@ -84,7 +84,12 @@ PLACEMENTS: dict[str, MakeSetup] = {
 
 
 def mixed(
-    num_resident_states: int = 0, streamed_share: float = 0.0, *, few_slots: bool = True, keeps_payloads: bool = False
+    num_resident_states: int = 0,
+    streamed_share: float = 0.0,
+    *,
+    few_slots: bool = True,
+    keeps_payloads: bool = False,
+    num_second_homes: int = 0,
 ) -> MakeSetup:
     """Triples in all places, with chunks enough to tell apart; all updates compute what those of the host compute."""
 
@@ -94,7 +99,7 @@ def mixed(
         options = PlanOptions(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
         slots = max(3 * len(tight.layout.slots), FEW_SLOTS) if few_slots else None
         wishes: dict[str, Any] = {"num_resident_states": num_resident_states, "streamed_share": streamed_share}
-        wishes["keeps_payloads"] = keeps_payloads
+        wishes |= {"keeps_payloads": keeps_payloads, "num_second_homes": num_second_homes}
         return Setup(replace(options, max_slots=slots, **wishes), host_arithmetic=True)
 
     return make
@@ -112,6 +117,8 @@ MIXED: dict[str, MakeSetup] = {
     "some_of_each": mixed(2, 0.4),
     "whole_and_streamed": mixed(2, 0.4, keeps_payloads=True),
     "none_on_the_host": mixed(2, 1.0),
+    "some_begun": mixed(2, 0.4, num_second_homes=3),
+    "all_begun": mixed(num_second_homes=ALL),
 }
 
 
@@ -178,9 +185,13 @@ def _assert_mixed(plan: Plan, placement: str) -> None:
         "some_whole": {"resident", "host"},
         "whole_and_streamed": {"resident", "streamed", "host"},
         "none_on_the_host": {"resident", "streamed"},
+        "some_begun": {"resident", "streamed", "host"},
+        "all_begun": {"host"},
     }[placement]
     assert {kind for kind, is_there in present.items() if is_there} == wanted
     assert any(c.home is Tier.DEVICE for c in plan.layout.chunks) == ("whole" in placement)
+    begun = sum(a.op is Op.BEGIN for a in plan.program("backward").actions)
+    assert (begun > 0) == ("begun" in placement) and (placement != "all_begun" or begun == host)
 
 
 def moved(plan: Plan) -> int:
