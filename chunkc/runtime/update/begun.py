@@ -84,7 +84,7 @@ class BegunStep:
         self._settle(is_committed=False)
 
     def expected_decision(self) -> torch.Tensor:
-        """What is expected that the decision will say (`StepInputs.seen`). Called by the worker alone."""
+        """The decision that is expected (`StepInputs.seen`). Called by the worker alone."""
         if self._begun_with is None:
             factor = 1.0 if self._expected is None else float(self._expected[0])
             self._begun_with = torch.tensor([factor, 0.0], dtype=torch.float32, device="cpu")
