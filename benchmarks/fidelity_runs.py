@@ -5,8 +5,8 @@ take is a small part of the time that they are given (`Run.work_share`), so that
 waits make of these rates, and hardly what the machine at hand makes of them.
 
 **The models** are towers of equal layers, a chunk each, whose optimizer states stand on the host: one with so many rows
-that computing bounds the step, one with few rows, that host updates bound, and one whose layers are frozen but for the
-last, of which a few fit on the device at a time: copies bound it.
+that computing bounds the step, one with few rows, that host updates bound (with a decision before them too), and one
+whose layers are frozen but for the last, of which a few fit on the device at a time: copies bound it.
 
 **A measured step** is the median time from one iteration of a training loop to the next, by the wall clock. Streams and
 waits are read from the device's own record of when its actions ran, by the code that reads a simulation.
@@ -83,7 +83,7 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A tower, the rows of a batch, the device memory that it gets, and what bounds its step."""
+    """A tower, the rows of a batch, its device memory, what bounds its step, and a norm that clips nothing."""
 
     name: str
     num_layers: int
@@ -92,6 +92,7 @@ class Case:
     num_rows: int
     hw: str
     bounds: tuple[str, ...]
+    max_grad_norm: float | None = None
 
     def build(self) -> nn.Module:
         """The model, with the same values each time."""
@@ -108,6 +109,7 @@ CASES: Final = (
     Case("compute-bound", 24, 256, 24, 96, "emulated-24m-1g", ("compute",)),
     Case("copy-bound", 28, 512, 1, 24, "emulated-8m-1g", ("h2d", "d2h")),
     Case("update-bound", 24, 256, 24, 24, "emulated-12m-1g", ("cpu",)),
+    Case("with a decision", 24, 256, 24, 24, "emulated-12m-1g", ("cpu",), max_grad_norm=1e9),
 )
 
 
@@ -256,17 +258,24 @@ def _train(case: Case, num_steps: int, settings: str) -> Run:
     model = case.build()
     with patch.dict(os.environ, CHUNKC_EMULATED=settings):
         chunkc.compile(model, hw, dtype=torch.float32, backend="eager", chunk_size=case.width**2)
-    optimizer = chunkc.AdamW(model.parameters())
+    optimizer = chunkc.AdamW(model.parameters(), max_grad_norm=case.max_grad_norm)
     device: Any = compiled_of(model).runtime.device
     if not isinstance(device, EmulatedDevice):
         raise RuntimeError(f"{case.name} is to run on an emulated device, not on {device.name}")
-    spans = device.timekeeper.records = []
-    marks, batch = [], case.batch()
-    for _ in range(NUM_WARM_UP + num_steps):
-        marks.append(time.perf_counter())
+    batch = case.batch()
+
+    def iterate() -> None:
         model(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    iterate()  # no update begins before a first step, so that this iteration is none of the plan's
+    device.synchronize()
+    spans = device.timekeeper.records = []
+    marks = []
+    for _ in range(NUM_WARM_UP + num_steps):
+        marks.append(time.perf_counter())
+        iterate()
     marks.append(time.perf_counter())
     peak_nbytes = chunkc.stats(model)["measured_peak_nbytes"]
     plan = chunkc.plan_of(model)
@@ -285,7 +294,7 @@ def _read(plan: Plan, simulated: Timeline, marks_ms: Sequence[float], spans: Seq
     path = critical_path(engine, tasks[-len(names) :], 2 * step_ms, step_ms)
     ran = [(t.stream, t.start_ms, t.end_ms) for t in tasks]
     expected = [(s.stream, s.start_ms, s.end_ms) for s in (*simulated.slices, *simulated.next_slices)]
-    measured = [s for s in spans if s.number >= NUM_WARM_UP * len(names)]
+    measured = sorted(spans, key=lambda s: s.number)[NUM_WARM_UP * len(names) :]
     return Run(
         plan=plan,
         simulated=simulated,

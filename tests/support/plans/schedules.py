@@ -156,13 +156,14 @@ STATES = [ADAM_STATES, ADAM_STATES, StateSpec(("exp_avg",), ("float32",)), State
 
 @st.composite
 def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
-    """Any request, with any number of resident triples and any share of streamed ones."""
+    """Any request, with any number of resident triples and second homes, and any share of streamed ones."""
     found, where, options = draw(requests())
     home = draw(st.sampled_from(["auto", "host", "host", "host"]))
     num = draw(st.integers(0, 12))
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
     keeps = draw(st.booleans())
     wishes: dict[str, Any] = {"num_resident_states": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes["num_second_homes"] = draw(st.sampled_from([0, 2, 100]))
     wishes["state_spec"] = draw(st.sampled_from(STATES))
     return found, where, replace(options, os_home=home, **wishes)
 
@@ -177,6 +178,7 @@ def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     micro_batches = draw(st.integers(2, 5))
     keeps = draw(st.booleans())
     wishes: dict[str, Any] = {"num_resident_states": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes["num_second_homes"] = draw(st.sampled_from([0, 2, 100]))
     wishes["state_spec"] = draw(st.sampled_from(STATES))
     return found, where, replace(options, os_home=home, accumulate=micro_batches, **wishes)
 
