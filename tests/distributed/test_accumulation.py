@@ -10,7 +10,7 @@ from rank_training import QUICK, ROOMY, Work, check_semantics, train_in_micro_ba
 from training import SEMANTICS
 
 pytestmark = pytest.mark.distributed
-WISHES = {"chunk_numel": 4096}
+WISHES = {"chunk_numel": 4096, "num_second_homes": 4}
 
 
 @pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])

@@ -17,7 +17,7 @@ from training import PLACEMENT, Trained, assert_same_bits
 pytestmark = pytest.mark.distributed
 RECIPE = replace(PLACEMENT, num_steps=4)
 SYNCHRONOUS, DELAYED = "poison,sync", "poison,delay=0.3"
-MOVING = Work("odd", RECIPE, hw=None, wishes={"os_home": "host", "chunk_numel": 4096})
+MOVING = Work("odd", RECIPE, hw=None, wishes={"os_home": "host", "chunk_numel": 4096, "num_second_homes": 100})
 WORKS = {
     "moving": MOVING,
     "clipped": replace(MOVING, options={"max_grad_norm": 0.1}),
@@ -44,6 +44,15 @@ def check(pool: Pool, name: str, seeds: range) -> None:
 @pytest.mark.parametrize("name", ["accumulated and clipped", "resident", "resident, accumulated"])
 def test_delays_change_no_bit_on_two_ranks(name: str, two_ranks: Pool) -> None:
     check(two_ranks, name, range(2))
+
+
+@pytest.mark.parametrize("max_norm", [1e6, 0.1], ids=["committed", "dropped"])
+def test_updates_that_begin_before_their_step_change_no_bit(max_norm: float, two_ranks: Pool) -> None:
+    begun = replace(MOVING, options={"max_grad_norm": max_norm})
+    wanted = together(
+        two_ranks.run(train_under, replace(begun, wishes={**MOVING.wishes, "num_second_homes": 0}), "poison")
+    )
+    assert_same_bits(delayed(two_ranks, begun, 0), wanted)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from .test_loss_scaling import check as check_scaled
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
 ROOMY = "2x2xemulated-64m-1g"
-WISHES = {"chunk_numel": 4096}
+WISHES = {"chunk_numel": 4096, "num_second_homes": 4}
 BACKWARD = "forward backward "
 STEPS = [
     "train_clipped read",

@@ -95,9 +95,9 @@ def slow_host() -> CostRates:
 
 
 def test_updates_that_began_leave_a_step_of_computing() -> None:
-    """Simulated, with a decision: the more begin, the less the step waits for the host."""
+    """Simulated, with a decision; the last ones to land have too little of backward left."""
     times = [price(with_work(plan_with(num, tracks_grad_norm=True), 4), slow_host()).step_ms for num in (0, 2, 4, 6)]
-    assert times == sorted(times, reverse=True) and times[-1] < 0.95 * times[0], times
+    assert times[0] > times[1] > times[2] and min(times) < 0.9 * times[0], times
 
 
 def test_updates_on_the_host_come_in_order_of_first_use_whether_begun_or_not() -> None:
