@@ -285,6 +285,7 @@ def _train(case: Case, num_steps: int, settings: str) -> Run:
 def _read(plan: Plan, simulated: Timeline, marks_ms: Sequence[float], spans: Sequence[Span], peak_nbytes: int) -> Run:
     """The times that follow from the spans of complete iterations, warm-up included."""
     names = [(n, p.name, str(a)) for p in plan.programs if p.is_repeated for n, a in p.labelled()]
+    spans = [s for s in spans if s.pace is not None]  # not what reads norms between the programs
     tasks, steps = _tasks(spans), list(pairwise(marks_ms))
     steps_ms = tuple(end - begin for begin, end in steps)
     engine = Engine(Alone(), tasks=tasks)
@@ -326,20 +327,21 @@ def _work_shares(spans: Sequence[Span], num_actions: int) -> dict[str, float]:
 
 def _tasks(spans: Sequence[Span]) -> list[Task]:
     """The spans as tasks that ran, in the order of launching, so that what reads simulations reads them."""
-    tasks = []
-    for span in sorted(spans, key=lambda s: s.number):
+    tasks, ordered = [], sorted(spans, key=lambda s: s.number)
+    positions: dict[int | None, int] = {span.number: position for position, span in enumerate(ordered)}
+    for span in ordered:
         alone_ms = 0.0 if span.pace is None else span.pace.alone_ms
         tasks.append(
             Task(
-                number=span.number,
+                number=positions[span.number],
                 name=span.label,
                 cost=Cost(alone_ms, Use(span.stream), 0.0),
                 waits=(),
                 start_ms=span.start_s * 1e3,
                 worked_ms=span.end_s * 1e3,
                 end_ms=span.end_s * 1e3,
-                cause=span.cause,
-                host_cause=span.host_cause,
+                cause=positions.get(span.cause),
+                host_cause=positions.get(span.host_cause),
             )
         )
     return tasks

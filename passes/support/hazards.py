@@ -9,6 +9,9 @@ wait already implies; only the rest become waits.
 Programs repeat without joining, so the analysis runs over several iterations in a row and keeps the waits of the
 second, in which hazards against the iteration before show. In the first iteration labels of programs that never ran are
 void. Where a step takes several micro-batches, a program follows different ones, and waits for what any of them asks.
+
+Updates may begin before their step, or not: what begins orders its queue behind the gradients that it reads. So both
+kinds of iterations are analysed, and an action waits for what either asks.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from chunkc.ir.plan import ROLE_LETTER, Role
 from chunkc.passes.support.draft import ActionAccess
 
 STREAMS = tuple(Stream)
+_WARM_UP: tuple[Role, ...] = ("forward", "backward", "step")
+"""The first iteration, in which labels of programs that never ran are void."""
 _NUMBER = {stream: index for index, stream in enumerate(STREAMS)}
 
 
@@ -49,11 +54,19 @@ class Analysis:
     latest: dict[Role, int] = field(default_factory=dict)
     num_instances: int = 0
 
-    def run(self, role: Role, accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:
-        """Analyse one run of a program; its actions with their waits."""
+    def run(self, role: Role, accesses: Sequence[ActionAccess], *, begins: bool = True) -> tuple[Action, ...]:
+        """Analyse one run of a program; its actions with their waits.
+
+        Without ``begins``, updates do not begin before their step, and these actions come back as they are.
+        """
         instance, self.num_instances = self.num_instances, self.num_instances + 1
         self.latest[role] = instance
-        return tuple(self._action(role, instance, position, access) for position, access in enumerate(accesses))
+        return tuple(
+            self._action(role, instance, position, access)
+            if begins or access.action.op is not Op.BEGIN
+            else access.action
+            for position, access in enumerate(accesses)
+        )
 
     def _action(self, role: Role, instance: int, position: int, access: ActionAccess) -> Action:
         stream = _NUMBER[access.action.stream]
@@ -113,27 +126,26 @@ def synchronise(
     accumulates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """The actions of the four programs with the waits of a repeated iteration."""
-    analysis = Analysis(overlaps)
     accesses: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
     graphs: tuple[Role, ...] = ("forward", "backward")
     order: tuple[Role, ...] = (*graphs, "step")
-    for role in order:
-        analysis.run(role, accesses[role])
     if accumulates:
-        order = (*graphs, *graphs, *graphs, *order, *order)
+        order = (*order, *graphs, *graphs, *graphs, *order, *order)
+    else:
+        order = (*order, *order)
+    may_begin = any(x.action.op is Op.BEGIN for x in backward)
     waiting: dict[Role, tuple[Action, ...]] = {}
-    last_backwards = {i - 1 for i, role in enumerate(order) if role == "step"}
-    for position, role in enumerate(order):
-        is_begun = role != "backward" or position in last_backwards
-        actions = analysis.run(role, accesses[role] if is_begun else without_begins(accesses[role]))
-        waiting[role] = tuple(_both(*pair) for pair in zip(actions, waiting.get(role, actions), strict=True))
-    analysis.run("forward", forward)
-    return (*(waiting[role] for role in accesses), analysis.run("abandon", abandon))
-
-
-def without_begins(accesses: Sequence[ActionAccess]) -> tuple[ActionAccess, ...]:
-    """``accesses`` of a micro-batch that no step follows: updates that it begins touch nothing."""
-    return tuple(replace(x, reads=(), writes=()) if x.action.op is Op.BEGIN else x for x in accesses)
+    for begins in (True, False) if may_begin else (True,):
+        analysis = Analysis(overlaps)
+        for position, role in enumerate(order):
+            is_last = order[position + 1 : position + 2] == ("step",)  # a micro-batch before the last begins nothing
+            actions = analysis.run(role, accesses[role], begins=begins and is_last)
+            if position >= len(_WARM_UP):
+                waiting[role] = tuple(_both(*pair) for pair in zip(actions, waiting.get(role, actions), strict=True))
+        analysis.run("forward", forward)
+        ends = analysis.run("abandon", abandon)
+        waiting["abandon"] = tuple(_both(*pair) for pair in zip(ends, waiting.get("abandon", ends), strict=True))
+    return (*(waiting[role] for role in accesses), waiting["abandon"])
 
 
 def _both(action: Action, same: Action) -> Action:

@@ -13,10 +13,12 @@ Programs do not join when they end: copies of the next forward may run while the
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A wait
 for a label that no program of its letter has had since the first micro-batch of a step counts as satisfied. A
 transition joins all streams at its end: what follows it runs as from a cold start. ``resume``, ``reduce_all`` and an
-evaluation also begin so.
+evaluation also begin so. Where updates begin before their step, the sequence is replayed a second time without that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
@@ -70,11 +72,10 @@ def verify(plan: Plan) -> None:
     check_structure(plan)
     facts = Facts(plan)
     sequence = replayed_programs(plan)
-    moments = {id(p): _moments(p) for p in {id(p): p for p in sequence}.values()}
-    machine = Machine(facts, sequence[0].entry)
-    order = HappensBefore()
-    for program in sequence:
-        _replay(program, moments[id(program)], machine, order)
+    _replay_all(facts, sequence)
+    alone = tuple(program.without_begins() for program in sequence)
+    if any(program is not shorter for program, shorter in zip(sequence, alone, strict=True)):
+        _replay_all(facts, alone)
     if plan.is_evaluation:
         payload_states(plan, sequence[:2])
     else:
@@ -98,6 +99,13 @@ def verify_beside(evaluation: Plan, training: Plan) -> None:
     if left != needed:
         differing = ", ".join(f"{target} in d{slot}" for target, slot in sorted(left ^ needed))
         raise PlanError(f"the cold states of evaluation and training differ: {differing}")
+
+
+def _replay_all(facts: Facts, sequence: Sequence[Program]) -> None:
+    moments = {id(p): _moments(p) for p in {id(p): p for p in sequence}.values()}
+    machine, order = Machine(facts, sequence[0].entry), HappensBefore()
+    for program in sequence:
+        _replay(program, moments[id(program)], machine, order)
 
 
 def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order: HappensBefore) -> None:

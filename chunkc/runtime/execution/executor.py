@@ -205,6 +205,10 @@ class Executor:
             return None
         return None if found is None else StepDecision(self._events[self._decide], table.host_control)
 
+    def drop_begun(self) -> None:
+        """Let the next step compute all updates by itself."""
+        self._store.drop_begun()
+
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
         self._store.drop_begun()

@@ -134,6 +134,7 @@ class OptimizerSteps:
         clipping.is_scaled_outside = False  # until a script scales a loss again
         nonfinite = gradients.found if scale is None else clipping.find_nonfinite(frozenset(hypers))
         if executor.norm_table is None and nonfinite is not None and bool(nonfinite):
+            executor.drop_begun()
             self._state.restore_params()
             gradients.consume()
             self.log.end()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from reference import SEQUENCE, Content, Model
 from symbolic import GARBAGE, STREAMS, Lowered, Memory, Started, Task
@@ -82,10 +83,12 @@ def _final(lowered: Lowered, memory: Memory) -> list[str]:
 
 
 def find_wrong(plan: Plan, seeds: Sequence[int], sequence: str = SEQUENCE) -> list[str]:
-    """Differences from the reference in the first of ``seeds`` that shows any."""
-    lowered = lower(plan, sequence)
-    for seed in seeds:
-        wrong = execute(lowered, seed)
-        if wrong:
-            return [f"seed {seed}: {w}" for w in wrong]
+    """Differences from the reference in the first of ``seeds`` that shows any, with and without early updates."""
+    alone = replace(plan, programs=tuple(program.without_begins() for program in plan.programs))
+    for variant in (plan, *([alone] if alone != plan else [])):
+        lowered = lower(variant, sequence)
+        for seed in seeds:
+            wrong = execute(lowered, seed)
+            if wrong:
+                return [f"seed {seed}: {w}" for w in wrong]
     return []
