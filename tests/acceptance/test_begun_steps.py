@@ -6,6 +6,7 @@ looks at on the way is equal too. Counts say how many steps were begun, committe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 import chunkc
 from chunkc.ir.actions import Op
+from chunkc.runtime.devices.worker_streams import WorkRunner
 
 HW = "emulated-730k-16m"
 NUM_HOMES = 12
@@ -346,3 +348,28 @@ def test_parameters_that_rest_keep_their_states_in_both_homes() -> None:
         scenario(pairs[-1])
     assert_same(*pairs)
     assert counts(pairs[0])[1] > 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("tracks_grad_norm", [False, True])
+def test_a_step_that_was_not_begun_waits_for_its_gradients(
+    tracks_grad_norm: bool, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every chunk has a second home, nothing begins before the first step, and gradients come home late."""
+    attempt = WorkRunner.attempt
+
+    def late(self: WorkRunner, label: str, *rest: Any) -> Any:
+        if label.startswith("evict"):
+            time.sleep(0.005)
+        return attempt(self, label, *rest)
+
+    monkeypatch.setattr(WorkRunner, "attempt", late)
+    pairs = []
+    for num_homes in (999, 0):
+        wishes = {"num_second_homes": num_homes, "tracks_grad_norm": tracks_grad_norm}
+        pairs.append(Pair(HW, wishes=wishes, accumulate=accumulate))
+        for number in range(accumulate):
+            backward(pairs[-1], number)
+        finish(pairs[-1])
+    assert counts(pairs[0])[0] == 0
+    assert_same(*pairs)

@@ -41,6 +41,7 @@ from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
 from chunkc.runtime.update.cpu_update import Piece
 from chunkc.runtime.update.rules import rule_of
+from chunkc.runtime.update.update_inputs import StepInputs
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Binder:
                 work, update = _nothing, self._home_update_of(action).begin
             case Op.DECIDE:
                 table = self._norm_table(action)
-                work, update = table.restore, table.update
+                work, update = table.restore, partial(_decide, table)
             case _:
                 work = self._work(action)
         self._occupancy.apply(action)
@@ -316,6 +317,10 @@ class Binder:
                 payload[piece.start : piece.end].copy_(param32[piece.start : piece.end])
 
         return recover
+
+
+def _decide(table: GradNormTable, inputs: StepInputs) -> None:
+    table.update(inputs)
 
 
 def _nothing() -> None:
