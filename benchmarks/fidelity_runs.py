@@ -84,7 +84,7 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A tower, the rows of a batch, its device memory, what bounds its step, and a norm that clips nothing."""
+    """A tower, the rows of a batch, its device memory, what bounds its step, and a norm beyond all."""
 
     name: str
     num_layers: int
