@@ -38,7 +38,8 @@ import chunkc
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY, BATCH, LONGEST, FRAMES = 1000, 2, 256, 400
 KEPT_EVERY = 16
-LOSS_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-4
+"""Relative. Steps of T5 amplify rounding: after ten, plain PyTorch in fp32 is 5.5e-6 from itself in float64."""
 
 Batch = dict[str, torch.Tensor]
 
