@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -83,6 +84,7 @@ __all__ = [
     "storage_address",
     "storage_key",
     "swap_tensors",
+    "without_guards",
     "without_modes",
     "without_weight_references",
     "wrapper_tensor",
@@ -137,6 +139,21 @@ def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
     return lambda: not reference.expired()  # type: ignore[no-untyped-call]
 
 
+def num_references(tensor: torch.Tensor) -> int:
+    """References to a tensor; those of the call count too, as many as with any tensor called for at this place."""
+    return sys.getrefcount(tensor)
+
+
+def num_references_of_one_name() -> int:
+    """`num_references` of a tensor that one local name alone holds: more where Dynamo watches calls."""
+    tensor = torch.empty(0)
+    return num_references(tensor)
+
+
+use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
+"""How many references to a tensor there are in C++, its Python object's among them; 0 where torch does not tell."""
+
+
 def storage_address(tensor: torch.Tensor) -> int:
     """Where the memory behind ``tensor`` begins; 0 where it has none or a function transform hides it."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -163,6 +180,18 @@ def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
 def as_plain_subclass(cls: type[T], tensor: torch.Tensor, requires_grad: bool = False) -> T:
     """``tensor`` as a leaf of a subclass without dispatch of its own, as ``nn.Parameter`` is one."""
     return torch.Tensor._make_subclass(cls, tensor, requires_grad)
+
+
+def without_guards(is_checked: Callable[[str, Any, str], bool]) -> dict[str, Any]:
+    """Options of ``torch.compile`` that leave out guards of Dynamo which the caller checks by other means.
+
+    ``is_checked``: by the guard's source, its value (None where there is none) and its kind.
+    """
+
+    def keep(guards: Sequence[Any]) -> list[bool]:
+        return [not is_checked(g.name, g.value if g.has_value else None, g.guard_type) for g in guards]
+
+    return {"guard_filter_fn": keep}
 
 
 def is_profiling() -> bool:

@@ -53,6 +53,7 @@ class CompiledModel:
         self._warm: dict[str, int] | None = None
         self._floats = FloatInputs()
         self._sizes = ChangingSizes()
+        self._checked: list[tuple[nn.Module, list[int]]] = []
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -310,11 +311,14 @@ class CompiledModel:
 
     def _check_params(self) -> None:
         """The module must still hold the managed parameters, all of them and no others."""
+        if self._checked and all(_members(module) == members for module, members in self._checked):
+            return
         current, params = list(dict.fromkeys(self._model.parameters())), self.runtime.params
         if len(current) == len(params) and all(
             p is q and getattr(p, "chunkc_index", None) == i
             for i, (p, q) in enumerate(zip(current, params, strict=True))
         ):
+            self._checked = [(module, _members(module)) for module in self._model.modules()]
             return
         managed = {p for p in params if hasattr(p, "chunkc_index")}
         strange = [n for n, p in self._model.named_parameters() if p not in managed]
@@ -323,6 +327,11 @@ class CompiledModel:
             " its layout is fixed. Change the model before chunkc.compile, write values in place, and load state dicts "
             "without assign=True"
         )
+
+
+def _members(module: nn.Module) -> list[int]:
+    """Identities of the parameters and modules that ``module`` holds itself."""
+    return [*map(id, module._parameters.values()), *map(id, module._modules.values())]
 
 
 def compiled_of(model: nn.Module) -> CompiledModel:

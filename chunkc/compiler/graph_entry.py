@@ -17,6 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 from torch.fx import Node
@@ -86,7 +87,7 @@ class GraphEntry(RuntimeReference):
         self._held = Held()
         self._fit: Fit | None = None
         self._most_beside_nbytes = self._more_nbytes = 0
-        self._params: tuple[tuple[int, int], ...] = ()
+        self._params: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._tangents: Tangents | None = None
 
     def attach(
@@ -103,7 +104,8 @@ class GraphEntry(RuntimeReference):
         self.refer_to(runtime)
         self.unplanned, self._fit, self._most_beside_nbytes = unplanned, fit, 0
         inputs, params = captured.forward.module.graph.find_nodes(op="placeholder"), captured.forward.params
-        self._params = tuple((i, params[n.name]) for i, n in enumerate(inputs) if n.name in params)
+        positions = tuple(i for i, n in enumerate(inputs) if n.name in params)
+        self._params = positions, tuple(params[inputs[i].name] for i in positions)
         self._held = _held_by(captured)
         self._tangents = captured.tangents
 
@@ -182,8 +184,10 @@ class GraphEntry(RuntimeReference):
 
         Where Dynamo may compile no more, it runs any code whose guards hold, also that of another model of the class.
         """
-        shells = runtime.parameters.shells
-        for position, index in self._params:
+        shells, (positions, indexes) = runtime.parameters.shells, self._params
+        if all(map(is_, map(args.__getitem__, positions), map(shells.__getitem__, indexes))):
+            return
+        for position, index in zip(positions, indexes, strict=True):
             if args[position] is not shells[index]:
                 name = runtime.parameters.name_of(index)
                 raise ChunkcError(

@@ -29,11 +29,14 @@ from chunkc._torch_compat.core import (
     graph_break,
     plain_call,
     storage_address,
+    without_guards,
 )
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import DataDependentSizeError
 from chunkc.compiler.float_inputs import Place, float_call
 from chunkc.errors import ChunkcError, ShapeLimitError
+from chunkc.runtime.params.managed_tensor import ManagedTensor
+from chunkc.runtime.params.shell import Shell
 
 MAX_PROGRAMS = 64
 """Programs that one model may have for training, and as many for evaluation: ``ShapeTable.max_programs``."""
@@ -196,12 +199,27 @@ def entry_maker(model: nn.Module, compile_graph: Callable[..., Any], *, breaks: 
     def make_run(places: tuple[Place, ...]) -> Callable[..., Any]:
         call = float_call(model, places) if places else plain_call(model)
         compiled: Callable[..., Any] = torch.compile(
-            call, backend=releasable, fullgraph=not breaks, dynamic=None if breaks else False
+            call,
+            backend=releasable,
+            fullgraph=not breaks,
+            dynamic=None if breaks else False,
+            options=without_guards(_is_of_parameter),
         )
         return compiled
 
     Finalizer(make_run, releasable.release).atexit = False
     return make_run
+
+
+def _is_of_parameter(source: str, value: Any, kind: str) -> bool:
+    """Whether a guard asks what stays as it is while the model holds the same parameter (`CompiledModel`).
+
+    What a user can change of a parameter are its requirement of gradients and, by moving it, its metadata: these are
+    those of the tensor's own guard.
+    """
+    if isinstance(value, ManagedTensor):
+        return kind != "TENSOR_MATCH"
+    return isinstance(value, Shell) or "__tensor_flatten__" in source
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from chunkc.runtime.devices.cuda_streams import CudaStreams
 from chunkc.runtime.devices.cuda_update import GpuUpdate, StepTables
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.pinned_memory import HostHomes
-from chunkc.runtime.devices.protocol import Event, Launch, Update
+from chunkc.runtime.devices.protocol import Launch, Update
 from chunkc.runtime.devices.shared_tiles import SharedTiles
 from chunkc.runtime.update.cpu_update import Piece
 from chunkc.runtime.update.rules import UpdateRule
@@ -82,6 +82,7 @@ class CudaDevice:
         self.discard_home = self._homes.discard
         self._streams = CudaStreams(name, api, self.settings)
         self.enqueue_exchanges, self.freed = self._streams.enqueue_exchanges, self.settings.freed
+        self.launch, self.launch_all = self._streams.launch, self._streams.launch_all
         self._stop = Finalizer(self, _stop, self._streams, self._homes)  # also at exit
 
     def _take_budget(self) -> None:
@@ -206,10 +207,6 @@ class CudaDevice:
     def use_cores(self, cores: HostCores) -> None:
         self._homes.cores = cores
         self._streams.launch(Stream.CPU, "use cores", (), cores.take)
-
-    def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
-        """Launch on CUDA streams or the worker. Work of CUDA streams is enqueued, and raises, here."""
-        return self._streams.launch(stream, label, waits, work)
 
     def check_usable(self) -> None:
         self._streams.check_usable()

@@ -1,34 +1,39 @@
 """Events of the CUDA device's streams and of its worker, and the work of one launch.
 
-Making a CUDA event takes several times as long as recording one, so events are recorded again when their `CudaEvent`
-has gone.
+Making a CUDA event takes several times as long as recording one, so the launch of an action records the event of its
+launch before again, unless somebody holds that one.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.worker_streams import Completion, Failure, Failures
 
-_FEW_EVENTS: Final = 64
-
 
 class CudaEvent:
-    """Completion of work on the CUDA stream of ``key``; ``handle`` is None while the work is held back."""
+    """Completion of work on the CUDA stream of ``key``.
 
-    __slots__ = ("__weakref__", "_api", "_enqueue", "failures", "handle", "key")
+    ``handle``: the API's event, None while the work is held back; ``spare`` is then one to record again.
+    """
+
+    __slots__ = ("_api", "_enqueue", "failures", "handle", "key", "spare")
 
     def __init__(self, api: CudaApi, failures: Failures, key: int, enqueue: Callable[[CudaEvent], None]) -> None:
         self._api = api
         self._enqueue = enqueue
         self.failures = failures
         self.handle: Any = None
+        self.spare: Any = None
         self.key = key
+
+    def renew(self, key: int) -> None:
+        """Stand for work that is about to be launched; nobody holds this event for the work before."""
+        self.spare, self.handle, self.key = self.handle, None, key
 
     def done(self) -> bool:
         return self.handle is not None and self._api.is_done(self.handle)
@@ -69,31 +74,15 @@ class CudaWork:
         return all(e.done() if isinstance(e, Completion) else e.handle is not None for e in self.waits)
 
 
-class EventPool:
-    """The API's events that stand, or have stood, for launches: twice as many as are held, or a few.
-
-    No finalizer tells that one is free, since Dynamo may trace finalizers: all are looked through now and then.
-    """
-
-    def __init__(self) -> None:
-        self._used: list[tuple[weakref.ref[CudaEvent], Any]] = []
-        self._free: list[Any] = []
-        self._look_at_num = _FEW_EVENTS
-
-    def add(self, event: CudaEvent) -> None:
-        self._used.append((weakref.ref(event), event.handle))
-
-    def take_free(self) -> Any:
-        """An event of the API whose `CudaEvent` has gone; None where none is known."""
-        if not self._free and len(self._used) >= self._look_at_num:
-            self._look()
-        return self._free.pop() if self._free else None
-
-    def _look(self) -> None:
-        used, self._used = self._used, []  # a finalizer that comes between may launch, too
-        for holder, event in used:
-            if holder() is None:
-                self._free.append(event)
-            else:
-                self._used.append((holder, event))
-        self._look_at_num = max(_FEW_EVENTS, 2 * len(self._used))
+def handles_of(waits: Sequence[CudaEvent | Completion], key: int) -> list[Any] | None:
+    """The API's events that the stream of ``key`` waits for; None where one of ``waits`` is held back or failed."""
+    handles = []
+    for event in waits:
+        if isinstance(event, CudaEvent):
+            if event.handle is None:
+                return None
+            if event.key != key:
+                handles.append(event.handle)
+        elif not event.has_succeeded():
+            return None
+    return handles

@@ -44,15 +44,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from sys import getrefcount
+from typing import Any, cast
 
 from chunkc._torch_compat.core import is_profiling, profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda_api import CudaApi
-from chunkc.runtime.devices.cuda_events import CudaEvent, CudaWork, EventPool
+from chunkc.runtime.devices.cuda_events import CudaEvent, CudaWork, handles_of
 from chunkc.runtime.devices.debug_settings import DebugSettings
-from chunkc.runtime.devices.protocol import Event
+from chunkc.runtime.devices.protocol import Event, PlannedLaunch, Work
 from chunkc.runtime.devices.throttle import Timekeeper
 from chunkc.runtime.devices.worker_streams import Completion, Delays, Workers, WorkRunner
 
@@ -82,7 +83,7 @@ class CudaStreams:
         self._compute = api.current_stream()
         self._compute_key = api.key(self._compute)
         self._held: dict[int, deque[CudaWork]] = {key: deque() for key in self._side_key.values()}
-        self._event_pool = EventPool()
+        self._side_targets = {stream: (side, self._side_key[stream]) for stream, side in self._side.items()}
         self._is_enqueuing = False
         self._latest_synchronize: object | None = None
         self._thread_state = _ThreadState()
@@ -96,16 +97,46 @@ class CudaStreams:
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Launch work as `Device.launch` says; raises `ChunkcError` for events of another device, too."""
         self.check_usable()
-        self.failures.raise_unreported()
-        owned = [self._checked(event, label) for event in waits]
-        event: Event
-        if stream is Stream.CPU:
-            event = self._launch_on_host(label, owned, work)
-        else:
-            event = self._launch_on_device(stream, label, owned, work)
-        if self._settings.synchronous:
-            self.synchronize()
-        return event
+        for event in waits:
+            if not isinstance(event, CudaEvent | Completion) or event.failures is not self.failures:
+                raise ChunkcError(f"{label} waits for {event!r}, which is no event of {self._name}")
+        return self._launch(stream, label, cast(Sequence[CudaEvent | Completion], waits), work)
+
+    def launch_all(self, launches: Sequence[PlannedLaunch], works: Sequence[Work], events: dict[str, Event]) -> None:
+        """Launch works by their plan, as `Device.launch_all` says; what nothing holds back is enqueued right here."""
+        self.check_usable()
+        is_plain = not self._settings.synchronous and not self._has_delays and not is_profiling()
+        api, failures, (held_0, held_1, held_2) = self._api, self.failures, self._held.values()
+        known = cast(dict[str, CudaEvent | Completion], events)
+        probe = self._new_event(0)
+        num_alone = getrefcount(probe)
+        with self._lock:
+            self._follow_latest()
+            followed, current = self._latest_synchronize, self._current()
+            targets = {**self._side_targets, Stream.COMPUTE: (current, self._compute_key), Stream.CPU: (None, 0)}
+            for planned, work in zip(launches, works, strict=True):
+                waits = [known[label] for label in planned.waits if label in known]
+                event = known.pop(planned.label, None)
+                if not isinstance(event, CudaEvent) or getrefcount(event) != num_alone:
+                    event = None
+                target, key = targets[planned.stream]
+                is_held = held_0 or held_1 or held_2 or self._latest_synchronize is not followed
+                handles = None if is_held or target is None or not is_plain else handles_of(waits, key)
+                if handles is None or failures.unreported is not None:
+                    known[planned.label] = self._launch(planned.stream, planned.text, waits, work, event)
+                    followed = self._latest_synchronize
+                    continue
+                for handle in handles:
+                    api.wait_event(target, handle)
+                if event is None:
+                    event = self._new_event(key)
+                try:
+                    api.run(target, work)
+                    event.handle, event.key = api.record(target, event.handle), key
+                except BaseException as error:
+                    self._note_place(error, planned.stream, planned.text)
+                    raise
+                known[planned.label] = event
 
     def follow(self) -> None:
         """Order all side streams behind the work on the current stream, now and until the next launch."""
@@ -143,18 +174,42 @@ class CudaStreams:
             with suppress(RuntimeError):  # a broken device has nothing under way
                 self._api.synchronize()
 
+    def _launch(
+        self,
+        stream: Stream,
+        label: str,
+        waits: Sequence[CudaEvent | Completion],
+        work: Callable[[], None],
+        used: CudaEvent | None = None,
+    ) -> CudaEvent | Completion:
+        """Launch work, with ``used`` as its event if it is work of a CUDA stream."""
+        self.failures.raise_unreported()
+        event: CudaEvent | Completion
+        if stream is Stream.CPU:
+            event = self._launch_on_host(label, waits, work)
+        else:
+            event = self._launch_on_device(stream, label, waits, work, used)
+        if self._settings.synchronous:
+            self.synchronize()
+        return event
+
     def _launch_on_device(
-        self, stream: Stream, label: str, waits: Sequence[CudaEvent | Completion], work: Callable[[], None]
+        self,
+        stream: Stream,
+        label: str,
+        waits: Sequence[CudaEvent | Completion],
+        work: Callable[[], None],
+        used: CudaEvent | None,
     ) -> CudaEvent:
         for event in waits:
             if isinstance(event, Completion) and event.done():
                 event.raise_failure()
         with self._lock:
-            target, key = self._target(stream)
-            item = CudaWork(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
-            if self._thread_state.followed is not self._latest_synchronize:
-                self._put_sides_behind(self._current())
-                self._thread_state.followed = self._latest_synchronize
+            target, key = self._side_targets.get(stream) or (self._current(), self._compute_key)
+            if used is not None:
+                used.renew(key)
+            item = CudaWork(stream, label, waits, work, used or self._new_event(key))
+            self._follow_latest()
             for other, held in self._held.items():
                 if held:
                     self._enqueue_held(other, only_ready=True)
@@ -167,12 +222,14 @@ class CudaStreams:
                 self._enqueue(item, target)
         return item.event
 
-    def _target(self, stream: Stream) -> tuple[Any, int]:
-        """The API's stream for work of ``stream``, and its key."""
-        side = self._side.get(stream)
-        if side is not None:
-            return side, self._side_key[stream]
-        return self._current(), self._compute_key
+    def _new_event(self, key: int) -> CudaEvent:
+        return CudaEvent(self._api, self.failures, key, self._enqueue_event)
+
+    def _follow_latest(self) -> None:
+        """Put the side streams behind the latest ``synchronize``, once for each launching thread."""
+        if self._thread_state.followed is not self._latest_synchronize:
+            self._put_sides_behind(self._current())
+            self._thread_state.followed = self._latest_synchronize
 
     def _enqueue_event(self, event: CudaEvent) -> None:
         self._enqueue_held(event.key, event)
@@ -207,19 +264,22 @@ class CudaStreams:
         """Enqueue ``item``, for which everything that it waits for is enqueued, or has ended on the host."""
         self._is_enqueuing, before = True, self._is_enqueuing  # a finaliser must not come between work and event
         try:
-            for event in item.waits:
-                self._order(target, item.event.key, event)
+            for event in item.waits:  # host work has ended already, also where it failed
+                if isinstance(event, CudaEvent) and event.key != item.event.key:
+                    self._api.wait_event(target, event.handle)
             if self._has_delays or is_profiling():
                 self._run_visibly(item, target)
             else:
                 self._api.run(target, item.work)
-            item.event.handle = self._api.record(target, self._event_pool.take_free())
-            self._event_pool.add(item.event)
+            item.event.handle = self._api.record(target, item.event.spare)
         except BaseException as error:
-            error.add_note(f"in {item.label} on stream {item.stream} of {self._name}")
+            self._note_place(error, item.stream, item.label)
             raise
         finally:
             self._is_enqueuing = before
+
+    def _note_place(self, error: BaseException, stream: Stream, label: str) -> None:
+        error.add_note(f"in {label} on stream {stream} of {self._name}")
 
     def _run_visibly(self, item: CudaWork, target: Any) -> None:
         self._pause(item.stream, target)
@@ -237,11 +297,6 @@ class CudaStreams:
             self._compute, self._compute_key = current, key
         return current
 
-    def _order(self, target: Any, key: int, event: CudaEvent | Completion) -> None:
-        """Make what is enqueued on ``target`` from here on run after ``event``; host work has ended already."""
-        if isinstance(event, CudaEvent) and event.key != key:
-            self._api.wait_event(target, event.handle)
-
     def _launch_on_host(
         self, label: str, waits: Sequence[CudaEvent | Completion], work: Callable[[], None]
     ) -> Completion:
@@ -256,8 +311,3 @@ class CudaStreams:
         delay_ms = self._delays[stream].next_ms()
         if delay_ms:
             self._api.sleep(target, delay_ms)
-
-    def _checked(self, event: Event, label: str) -> CudaEvent | Completion:
-        if isinstance(event, CudaEvent | Completion) and event.failures is self.failures:
-            return event
-        raise ChunkcError(f"{label} waits for {event!r}, which is no event of {self._name}")

@@ -22,7 +22,7 @@ from chunkc.runtime.devices.cpu_affinity import HostCores
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.host_slab import LiveSlabs, discard_pages
 from chunkc.runtime.devices.malloc_meter import NonModelMeter
-from chunkc.runtime.devices.protocol import Event, Launch
+from chunkc.runtime.devices.protocol import Event, Launch, PlannedLaunch, Work, launch_each
 from chunkc.runtime.devices.throttle import PaceLaw, Timekeeper
 from chunkc.runtime.devices.worker_streams import Streams
 from chunkc.runtime.update.cpu_norm import HostNorm
@@ -203,6 +203,10 @@ class EmulatedDevice:
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Launch. Compute work, and in synchronous mode all work, runs and raises here, on the calling thread."""
         return self._streams.launch(stream, label, waits, work)
+
+    def launch_all(self, launches: Sequence[PlannedLaunch], works: Sequence[Work], events: dict[str, Event]) -> None:
+        """Launch works by their plan, as `launch` does."""
+        launch_each(self.launch, launches, works, events)
 
     def check_usable(self) -> None:
         self._streams.check_usable()

@@ -6,6 +6,7 @@ CUDA implements it, and an emulated device with real copies, real concurrency an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -43,8 +44,30 @@ class Update(Protocol):
 Norm = Callable[[], None]
 """Measures one chunk: called as the ``work`` of a launch; all of one job on the same stream."""
 
-Launch = Callable[[Stream, str, Sequence[Event], Callable[[], None]], Event]
+Work = Callable[[], None]
+
+Launch = Callable[[Stream, str, Sequence[Event], Work], Event]
 """`Device.launch`: stream, label, waits, work."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLaunch:
+    """A launch that is known before it happens: ``waits`` are labels of the launches that its work waits for."""
+
+    label: str
+    text: str
+    stream: Stream
+    waits: tuple[str, ...]
+
+
+def launch_each(
+    launch: Launch, launches: Sequence[PlannedLaunch], works: Sequence[Work], events: dict[str, Event]
+) -> None:
+    """`Device.launch_all` by one call of ``launch`` for each of ``launches``."""
+    for planned, work in zip(launches, works, strict=True):
+        waits = [events[label] for label in planned.waits if label in events]
+        events.pop(planned.label, None)
+        events[planned.label] = launch(planned.stream, planned.text, waits, work)
 
 
 class Device(Protocol):
@@ -160,6 +183,13 @@ class Device(Protocol):
 
         ``work`` may only enqueue onto the device or use host memory that the plan orders. After a failed wait it does
         not run and its event fails alike. Raises an unreported failure, and `ChunkcError` as ``check_usable``.
+        """
+
+    def launch_all(self, launches: Sequence[PlannedLaunch], works: Sequence[Work], events: dict[str, Event]) -> None:
+        """Launch each of ``works`` in turn as ``launch`` does, and keep its event in ``events`` by its label.
+
+        Waits for labels without an event are none. An event that a new one replaces may be used again where nobody else
+        holds it. What raises has no event.
         """
 
     def paced_launch(self, plan: Plan) -> Launch | None:

@@ -102,6 +102,9 @@ class Completion:
     def done(self) -> bool:
         return self._latch.is_open
 
+    def has_succeeded(self) -> bool:
+        return self.done() and self._failure is None
+
     def wait(self) -> None:
         """Block the host until the work has finished; raises what it raised, each time."""
         if not self._latch.is_open:

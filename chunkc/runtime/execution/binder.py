@@ -22,14 +22,13 @@ from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
 from chunkc.ir.state_spec import MASTER
-from chunkc.runtime.devices.protocol import Device, Update
+from chunkc.runtime.devices.protocol import Device, PlannedLaunch, Update, Work
 from chunkc.runtime.execution.bound_action import (
     AnnouncedUpdate,
     BoundAction,
     CompiledGraph,
     Landing,
     RunEnvironment,
-    Work,
     announcing,
     copying,
     in_sequence,
@@ -92,7 +91,8 @@ class Binder:
             case _:
                 work = self._work(action)
         self._occupancy.apply(action)
-        return BoundAction(label, str(action), action.stream, action.waits, work, update, action.op is Op.SUM)
+        launch = PlannedLaunch(label, str(action), action.stream, action.waits)
+        return BoundAction(launch, work, update, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Work:
         makers: dict[Op, Callable[[Action], Work]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,13 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Program
 from chunkc.ir.values import GraphValues, SegmentValues
-from chunkc.runtime.devices.protocol import Update
+from chunkc.runtime.devices.protocol import Event, PlannedLaunch, Update, Work
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.update.begun import BegunStep
 from chunkc.runtime.update.second_home import SecondHomeUpdate
 from chunkc.runtime.update.update_inputs import StepInputs
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
-Work = Callable[[], None]
 
 
 def in_sequence(*works: Work) -> Work:
@@ -74,11 +74,8 @@ class BoundAction:
     expects. After ``is_sum`` norms can be read.
     """
 
-    label: str
-    text: str
-    stream: Stream
-    waits: tuple[str, ...]
-    work: Callable[[], None]
+    launch: PlannedLaunch
+    work: Work
     update: Callable[[Any], None] | None = None
     is_sum: bool = False
 
@@ -87,22 +84,40 @@ class BoundAction:
 class BoundProgram:
     """A program of the plan, its name, and its actions in order, ready to be launched.
 
-    ``without_begins``: the same where no update begins before its step; None where none ever does.
+    Attributes:
+        launches, works: of its actions; works without inputs.
+        sums: labels of the actions after which norms can be read.
+        without_begins: the same where no update begins before its step; None where none ever does.
     """
 
     planned: Program
     name: str
     actions: tuple[BoundAction, ...]
+    launches: tuple[PlannedLaunch, ...]
+    works: tuple[Work, ...]
+    sums: tuple[str, ...]
     without_begins: BoundProgram | None = None
+
+    def works_with(self, inputs: object) -> Sequence[Work]:
+        """Works of the actions in order; updates take ``inputs`` unless these are None."""
+        if inputs is None:
+            return self.works
+        return [a.work if a.update is None else partial(a.update, inputs) for a in self.actions]
+
+    def num_launched(self, events: Mapping[str, Event]) -> int:
+        """How many of its actions have been launched, by the events that `Device.launch_all` has kept."""
+        labels = (launch.label for launch in self.launches)
+        return next((i for i, label in enumerate(labels) if label not in events), len(self.launches))
 
     @staticmethod
     def of(planned: Program, actions: tuple[BoundAction, ...]) -> BoundProgram:
-        shorter = planned.without_begins()
-        if shorter is planned:
-            return BoundProgram(planned, planned.name, actions)
-        kept = {label for label, _ in shorter.labelled()}
-        without = BoundProgram(shorter, shorter.name, tuple(a for a in actions if a.label in kept))
-        return BoundProgram(planned, planned.name, actions, without)
+        shorter, without = planned.without_begins(), None
+        if shorter is not planned:
+            kept = {label for label, _ in shorter.labelled()}
+            without = BoundProgram.of(shorter, tuple(a for a in actions if a.launch.label in kept))
+        launches, works = tuple(a.launch for a in actions), tuple(a.work for a in actions)
+        sums = tuple(a.launch.label for a in actions if a.is_sum)
+        return BoundProgram(planned, planned.name, actions, launches, works, sums, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +175,20 @@ def running(
     sample: Work,
 ) -> Work:
     """Run a segment on values of ``env`` and ``payloads`` by position; then ``sample`` memory."""
-    names, outputs = [(n, i in segment.dies) for i, n in enumerate(segment.inputs)], segment.outputs
+    is_payload, outputs = {i for i, _ in payloads}, segment.outputs
+    values_taken = [(i, name) for i, name in enumerate(segment.inputs) if i not in is_payload]
+    living = [(i, name) for i, name in values_taken if i not in segment.dies]
+    dying = [(i, name) for i, name in values_taken if i in segment.dies]
+    template: list[Any] = [None] * len(segment.inputs)
+    for i, payload in payloads:
+        template[i] = payload
 
     def work() -> None:
-        values = env.values
-        args = [values.pop(name) if dies else values.get(name) for name, dies in names]
-        for i, payload in payloads:
-            args[i] = payload
+        values, args = env.values, template.copy()
+        for i, name in living:
+            args[i] = values.get(name)
+        for i, name in dying:
+            args[i] = values.pop(name)
         values.update(zip(outputs, run(args), strict=True))
         sample()
 
@@ -193,7 +215,13 @@ class Landing(NamedTuple):
 def stashing(landings: Sequence[Landing], env: RunEnvironment, share: float, *, adds: bool) -> Work:
     """Put gradients, times ``share``, where they land, or add them there to those that were accumulated."""
 
+    targets, names = [landing.target for landing in landings], [landing.name for landing in landings]
+    is_copy = share == 1.0 and not adds and all(landing.is_last and landing.order is None for landing in landings)
+
     def stash() -> None:
+        if is_copy and not env.withheld:
+            torch._foreach_copy_(targets, [env.values.pop(name) for name in names])
+            return
         for param, name, is_last, target, order, part in landings:
             gradient = env.values.pop(name) if is_last else env.values[name]
             is_added = adds and param in env.accumulated

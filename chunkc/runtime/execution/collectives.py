@@ -15,7 +15,8 @@ from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
-from chunkc.runtime.execution.bound_action import RunEnvironment, Work, in_sequence
+from chunkc.runtime.devices.protocol import Work
+from chunkc.runtime.execution.bound_action import RunEnvironment, in_sequence
 from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStore
 

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan, Position, Program, Role
 from chunkc.ir.schedule import GraphKind
-from chunkc.runtime.devices.protocol import Device, Event
+from chunkc.runtime.devices.protocol import Device, Event, launch_each
 from chunkc.runtime.execution.binder import Binder
 from chunkc.runtime.execution.bound_action import BoundProgram, CompiledGraph, RunEnvironment
 from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
@@ -89,7 +88,7 @@ class Executor:
         ]
         self._programs = [{p.key: BoundProgram.of(p, binder.bind(p)) for p in plan.programs} for binder in binders]
         self._recoveries = [tuple(binder.recoveries.values()) for binder in binders]
-        self._used_values = {name: _used_values(compiled) for name, compiled in self._graphs.items()}
+        self._used_inputs = {name: _used_inputs(compiled) for name, compiled in self._graphs.items()}
 
     def program(self, role: Role, position: Position = "first", reduces: bool = True) -> BoundProgram:
         """The program of that key, bound to where chunks are at home now."""
@@ -256,10 +255,8 @@ class Executor:
         self, program: BoundProgram, graph: GraphKind, args: list[Any], begun: BegunStep | None = None
     ) -> list[Any]:
         compiled, env = self._graphs[graph], self._env
-        pairs = zip(compiled.graph.inputs, args, strict=True)
-        env.values = {n: value for n, value in pairs if n in self._used_values[graph]}
+        env.values = {name: args[position] for position, name in self._used_inputs[graph]}
         args.clear()
-        del pairs
         try:
             self._launch(program, begun)
             return compiled.outputs(env.values)
@@ -270,22 +267,23 @@ class Executor:
         if program.without_begins is not None and not (isinstance(inputs, BegunStep) and inputs.is_begun):
             program, inputs = program.without_begins, None
         events, device = self._events, self._device
-        launch = device.launch if self._paced_launch is None else self._paced_launch
         self._count_from_zero(program.name)
-        for position, action in enumerate(program.actions):
-            waits = [events[w] for w in action.waits if w in events]
-            work = action.work if action.update is None or inputs is None else partial(action.update, inputs)
-            try:
-                events[action.label] = launch(action.stream, action.text, waits, work)
-            except torch.OutOfMemoryError as error:
-                raise self._out_of_memory(program.planned, position, error) from error
-            if action.is_sum and self.norm_table is not None:
-                self.norm_table.ready = (events[action.label],)
+        works = program.works_with(inputs)
+        try:
+            if self._paced_launch is None:
+                device.launch_all(program.launches, works, events)
+            else:
+                launch_each(self._paced_launch, program.launches, works, events)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(program.planned, program.num_launched(events), error) from error
+        finally:
             if self.trace is not None:
-                self.trace.append(action.text)
+                self.trace.extend(launch.text for launch in program.launches[: program.num_launched(events)])
+        if program.sums and self.norm_table is not None:
+            self.norm_table.ready = (events[program.sums[-1]],)
         if self._ranks.size > 1:
             device.enqueue_exchanges()
-        self.num_actions += len(program.actions)
+        self.num_actions += len(program.launches)
 
     def _count_from_zero(self, name: str) -> None:
         """Forget the bytes that a program moved, unless it runs again for the same step."""
@@ -324,6 +322,12 @@ class RanGraph:
         return RanGraph(graph.family, graph.graded_params, plan, weakref.ref(graph))
 
 
-def _used_values(compiled: CompiledGraph) -> frozenset[str]:
-    taken = {name for segment in compiled.graph.segments for name in segment.inputs}
-    return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
+def _used_inputs(compiled: CompiledGraph) -> list[tuple[int, str]]:
+    """Positions and names of the inputs that segments or the result take from the environment."""
+    graph = compiled.graph
+    taken = set[str]()
+    for segment in graph.segments:
+        payloads = {i for i, _ in segment.params}
+        taken.update(name for i, name in enumerate(segment.inputs) if i not in payloads)
+    taken.update(entry for entry in graph.result if isinstance(entry, str))
+    return [(position, name) for position, name in enumerate(graph.inputs) if name in taken]

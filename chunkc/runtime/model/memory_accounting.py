@@ -11,16 +11,17 @@ them, so that all ranks count alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from chunkc._torch_compat.core import outlives
+from chunkc._torch_compat.core import StorageKey
 from chunkc.ir.layout import Layout
 from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.params.shell import Shell
 
 logger = logging.getLogger("chunkc")
 
@@ -45,18 +46,27 @@ class Held:
 class Storage:
     """The memory behind a tensor, which is not kept alive by this."""
 
-    is_alive: Callable[[], bool]
+    reference: StorageKey
     nbytes: int
     address: int
 
+    def is_alive(self) -> bool:
+        return not self.reference.expired()  # type: ignore[no-untyped-call]
+
     @staticmethod
     def behind(values: Iterable[Any]) -> list[Storage | None]:
-        """The storage behind each of ``values``, None where that is no tensor."""
-        return [Storage.of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None for value in values]
+        """The storage behind each of ``values``, None where that is no tensor, or one without memory."""
+        return [
+            Storage.of(value.untyped_storage())
+            if isinstance(value, torch.Tensor) and type(value) is not Shell
+            else None
+            for value in values
+        ]
 
     @staticmethod
     def of(storage: torch.UntypedStorage) -> Storage:
-        return Storage(outlives(storage), storage.nbytes(), storage.data_ptr())
+        reference = StorageKey(storage)  # type: ignore[no-untyped-call]
+        return Storage(reference, storage.nbytes(), storage.data_ptr())
 
 
 @dataclass(slots=True, eq=False)

@@ -141,9 +141,7 @@ class ModelRuntime:
     def _check_trainable(self) -> None:
         if self.state.phase is ModelPhase.BROKEN:
             backward_rules.refuse_broken()
-        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
-        if hooked:
-            backward_rules.refuse_hooks(self.parameters, hooked)
+        backward_rules.check_hooks(self.parameters)
 
     def forward(self, executor: Executor, args: list[Any], held: Held) -> list[Any]:
         """Run a forward program from wherever the last call left the model; RankError when ranks differ."""

@@ -5,7 +5,8 @@
              or no plan has laid out chunks yet
 
 A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward (of
-the first micro-batch that had a gradient), so that a kept handle never shows the gradient of a later one.
+the first micro-batch that had a gradient), so that a kept handle never shows the gradient of a later one. A handle
+that nobody keeps is used again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import torch
 from torch import nn
 
+from chunkc._torch_compat.core import num_references, num_references_of_one_name, use_count
 from chunkc.runtime.params.managed_tensor import ManagedTensor, ValueStore, inner_of
 from chunkc.runtime.update.loss_scale import LossScale, multiply
 
@@ -169,6 +171,7 @@ class Gradients:
         A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, ``averaged``
         over ranks, and kept for the case that this backward fails.
         """
+        num_own = num_references_of_one_name()
         for index in indexes:
             param = self.params[index]
             if param.grad is not None and not self.is_handle(index):
@@ -178,11 +181,19 @@ class Gradients:
             self.zeroed.discard(index)
             if index in self._live and self.is_handle(index):
                 continue  # one tensor, to which each backward adds
-            if index not in self._shells:
-                self._shells[index] = inner_of(param).detach()  # storage-less already: nothing is allocated
             self._stamps[index] = self.stamp
-            self._handles[index] = param.grad = ManagedTensor(self._shells[index], "grad", index, store, self.stamp)
+            handle = self._handles.pop(index, None)
+            if handle is not None and num_references(handle) == num_own and use_count(handle) == 1:
+                handle.renew(store, self.stamp)
+            else:
+                handle = self._new_handle(store, index)
+            self._handles[index] = param.grad = handle
             self._live.add(index)
+
+    def _new_handle(self, store: ValueStore, index: int) -> ManagedTensor:
+        if index not in self._shells:
+            self._shells[index] = inner_of(self.params[index]).detach()  # storage-less already: nothing is allocated
+        return ManagedTensor(self._shells[index], "grad", index, store, self.stamp)
 
     def forget(self) -> None:
         """Note that gradients were stepped or discarded; ``param.grad`` stays what it is."""

@@ -84,6 +84,10 @@ class ManagedTensor(torch.Tensor):
     def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0) -> None:
         """Nothing: keeps ``Tensor.__init__`` from seeing the arguments of ``__new__``."""
 
+    def renew(self, runtime: ValueStore, stamp: int) -> None:
+        """Show the gradient of a later backward from now on."""
+        self.chunkc_store, self._chunkc_stamp = runtime, stamp
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 

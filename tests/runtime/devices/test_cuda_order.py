@@ -10,7 +10,7 @@ import pytest
 import torch
 from awaiting import once
 from cuda_order import found_faults, record
-from fake_cuda import GIB, FakeCuda
+from fake_cuda import GIB, FakeCuda, FakeEvent, FakeStream
 from torch import nn
 
 import chunkc
@@ -22,7 +22,6 @@ from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.cuda_events import CudaEvent, CudaWork
 from chunkc.runtime.devices.cuda_streams import CudaStreams
 from chunkc.runtime.devices.debug_settings import DebugSettings
-from chunkc.runtime.devices.worker_streams import Completion
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.storage.parameter_io import ChunkValues
 
@@ -268,14 +267,14 @@ def test_a_wait_that_is_forgotten_is_found(
     iterate(model, optimizer, 2)
     recorder, streams = record(on_cuda[0], api, monkeypatch), on_cuda[0]._streams
     keys = {"compute": 0} | {str(s): stream.key for s, stream in streams._side.items()}
-    order = CudaStreams._order
+    wait_event = api.wait_event
 
-    def forgetful(self: CudaStreams, target: object, key: int, event: CudaEvent | Completion) -> None:
-        source = "cpu" if isinstance(event, Completion) else next(n for n, k in keys.items() if k == event.key)
-        if (key, source) != (keys[pair[0]], pair[1]):
-            order(self, target, key, event)
+    def forgetful(stream: FakeStream, event: FakeEvent) -> None:
+        source = next(call.stream for call in api.calls if (call.kind, call.value) == ("record", event.number))
+        if (stream.key, source) != (keys[pair[0]], keys.get(pair[1])):
+            wait_event(stream, event)
 
-    monkeypatch.setattr(CudaStreams, "_order", forgetful)
+    monkeypatch.setattr(api, "wait_event", forgetful)
     if pair == ("h2d", "cpu"):
         monkeypatch.setattr(CudaWork, "is_ready", lambda self: True)
         monkeypatch.setattr(CudaStreams, "_await", lambda self, event: None)

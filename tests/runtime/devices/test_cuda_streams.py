@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.cuda_streams import CudaStreams
 from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.protocol import Event, PlannedLaunch
 
 
 def nothing() -> None:
@@ -133,6 +135,19 @@ def test_a_launch_enters_few_functions(stream: Stream) -> None:
     assert num_python_calls(partial(streams.launch, stream, "work", [], nothing)) <= 18
 
 
+@pytest.mark.parametrize("stream", [Stream.COMPUTE, Stream.H2D])
+def test_a_planned_launch_enters_a_few_functions(stream: Stream) -> None:
+    api = FakeCuda(runs=False)
+    api.run = api.record = lambda *_: "event"  # type: ignore[assignment, method-assign, return-value]
+    streams, events = CudaStreams("fake", api, DebugSettings()), dict[str, Event]()
+    labels = [f"f{number}" for number in range(11)]
+    planned = [PlannedLaunch(label, "work", stream, (before,)) for before, label in pairwise(labels)]
+    streams.launch_all(planned, [nothing] * 10, events)
+    of_ten = num_python_calls(partial(streams.launch_all, planned, [nothing] * 10, events))
+    of_none = num_python_calls(partial(streams.launch_all, [], [], events))
+    assert of_ten - of_none <= 10 * 4, "CUDA's two, the list of waits, and a look at them"
+
+
 @pytest.mark.parametrize("num_held", [1, 100])
 def test_events_are_used_again_when_nobody_holds_them(num_held: int) -> None:
     api = FakeCuda(runs=False)
@@ -144,24 +159,28 @@ def test_events_are_used_again_when_nobody_holds_them(num_held: int) -> None:
 
     api.record = recording  # type: ignore[method-assign]
     streams = CudaStreams("fake", api, DebugSettings())
-    held = [streams.launch(Stream.H2D, "fetch", [], nothing) for _ in range(num_held)]
-    for _ in range(1000):
-        streams.launch(Stream.COMPUTE, "run", held[:1], nothing)
+    planned, events = PlannedLaunch("f0", "fetch c0 -> d0", Stream.H2D, ("f1",)), dict[str, Event]()
+    held = list[Event]()
+    for number in range(1000):
+        streams.launch_all([planned], [nothing], events)
+        if number < num_held:
+            held.append(events["f0"])
     assert len({event.handle.number for event in held}) == num_held  # type: ignore[attr-defined]
-    assert sum(event is None for event in used) <= max(64, 2 * num_held) + 1
+    assert sum(event is None for event in used) == num_held + 1
 
 
 def test_an_event_that_only_a_held_launch_or_the_worker_holds_is_not_used_again() -> None:
     """The double refuses to be asked for an event that was used again."""
     api, hold, ran = FakeCuda(), threading.Event(), list[str]()
     streams = CudaStreams("fake", api, DebugSettings())
-    streams.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
-    evicted = streams.launch(Stream.D2H, "evict", [], partial(time.sleep, 0.05))
-    update = streams.launch(Stream.CPU, "update", [evicted], partial(ran.append, "update"))
-    streams.launch(Stream.H2D, "fetch", [update, evicted], partial(ran.append, "fetch"))
-    del evicted, update
+    streams.launch(Stream.CPU, "update c1", [], hold.wait)  # type: ignore[arg-type]
+    evict, events = PlannedLaunch("b0", "evict c0", Stream.D2H, ()), dict[str, Event]()
+    update = PlannedLaunch("s0", "update c0", Stream.CPU, ("b0",))
+    fetch = PlannedLaunch("f0", "fetch c0 -> d0", Stream.H2D, ("s0", "b0"))
+    works = [partial(time.sleep, 0.05), partial(ran.append, "update"), partial(ran.append, "fetch")]
+    streams.launch_all([evict, update, fetch], works, events)
     for _ in range(100):
-        streams.launch(Stream.COMPUTE, "run", [], nothing)
+        streams.launch_all([evict], [nothing], events)
     hold.set()
     streams.synchronize()
     assert ran == ["update", "fetch"]

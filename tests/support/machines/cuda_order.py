@@ -4,8 +4,9 @@ Launches, what the caller does between programs, and API calls are one record, r
 defines order; what a launch is ordered behind is then compared with the waits of its action.
 """
 
+import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,7 @@ from fake_cuda import Call, FakeCuda
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_events import CudaEvent
-from chunkc.runtime.devices.protocol import Event
+from chunkc.runtime.devices.protocol import Event, PlannedLaunch, Work
 from chunkc.runtime.devices.worker_streams import Completion
 
 
@@ -36,13 +37,20 @@ class Numbered:
 
 
 class LaunchRecorder:
-    """Stands in for ``launch`` of a device; notes host launches, sleeps and joins among ``api.calls``."""
+    """Stands in for ``launch`` and ``launch_all`` of a device; notes host launches, sleeps and joins among
+    ``api.calls``.
+
+    Work of the CUDA streams between two launches of the worker is launched by the device's own ``launch_all``, which
+    uses events again; so launches of a program are known by their labels.
+    """
 
     def __init__(self, device: CudaDevice, api: FakeCuda) -> None:
         self.launches: list[Launch] = []
         self._number_of: dict[int, int] = {}
         self._events: list[Event] = []
-        self._launch, self._api = device.launch, api
+        self._launch, self._launch_all, self._api = device.launch, device.launch_all, api
+        self._number_of_label: dict[str, int] = {}
+        self._known: dict[str, Event] = {}
         self._by_caller: tuple[int, ...] = ()
 
     def between_programs(self, work: Callable[[], None]) -> None:
@@ -54,8 +62,44 @@ class LaunchRecorder:
         self._by_caller += (number,)
 
     def __call__(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
-        number = len(self.launches)
+        labels = [label for label, event in self._known.items() if any(event is wait for wait in waits)]
         waited = tuple(self._number_of[id(e)] for e in waits if id(e) in self._number_of)
+        return self._single(stream, label, waits, work, waited + self._numbers(labels))
+
+    def launch_all(self, launches: Sequence[PlannedLaunch], works: Sequence[Work], events: dict[str, Event]) -> None:
+        self._known = events
+        for is_on_host, group in itertools.groupby(
+            zip(launches, works, strict=True), lambda pair: pair[0].stream is Stream.CPU
+        ):
+            if not is_on_host:
+                self._program(list(group), events)
+                continue
+            for planned, work in group:
+                waits = [events[label] for label in planned.waits if label in events]
+                waited = self._numbers(label for label in planned.waits if label in events)
+                self._number_of_label[planned.label] = len(self.launches)
+                event = self._single(planned.stream, planned.text, waits, work, waited)
+                events[planned.label] = event
+
+    def _program(self, pairs: Sequence[tuple[PlannedLaunch, Work]], events: dict[str, Event]) -> None:
+        works, launched = list[Work](), set(events)
+        for planned, work in pairs:
+            waited = self._numbers(label for label in planned.waits if label in launched)
+            works.append(Numbered(work, len(self.launches)))
+            self._number_of_label[planned.label] = len(self.launches)
+            self.launches.append(Launch(planned.stream, planned.text, waited + self._by_caller, is_on_host=False))
+            launched.add(planned.label)
+        try:
+            self._launch_all([planned for planned, _ in pairs], works, events)
+        except BaseException:
+            del self.launches[next(w.number for w, (p, _) in zip(works, pairs, strict=True) if p.label not in events) :]
+            raise
+
+    def _numbers(self, labels: Iterable[str]) -> tuple[int, ...]:
+        return tuple(self._number_of_label[label] for label in labels if label in self._number_of_label)
+
+    def _single(self, stream: Stream, label: str, waits: Sequence[Event], work: Work, waited: tuple[int, ...]) -> Event:
+        number = len(self.launches)
         if stream is not Stream.CPU:  # what the worker reads and writes is in host memory, where copies are waited for
             waited += self._by_caller
         self.launches.append(Launch(stream, label, waited, stream is Stream.CPU))
@@ -113,6 +157,7 @@ def record(device: CudaDevice, api: FakeCuda, monkeypatch: pytest.MonkeyPatch) -
     api.calls.clear()
     recorder, launcher, join = LaunchRecorder(device, api), threading.current_thread(), Completion.join
     monkeypatch.setattr(device, "launch", recorder)
+    monkeypatch.setattr(device, "launch_all", recorder.launch_all)
 
     def noted(self: Completion) -> object:
         failure = join(self)

@@ -1,0 +1,302 @@
+"""What a step costs the launching thread: microseconds per action, per segment and per parameter.
+
+Small models train on a device whose work takes no time: segments return memory without computing, updates do
+nothing, and CUDA, behind the real code of its streams, is a double that carries copies out at once. What is left of the
+thread's processor time is Dynamo's guards, autograd, and chunkc. The models differ in how many actions, segments and
+parameters a step has; each figure is a coefficient of the least-squares fit over all of them, of medians over steps.
+
+``--device emulated`` measures the emulated device in the same way, with its threads for streams.
+
+    OMP_WAIT_POLICY=passive python benchmarks/executor_overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import provenance
+import torch
+from torch import nn
+
+import chunkc
+from chunkc.compiler.device_selection import device_for
+from chunkc.compiler.segment_compiler import SegmentCompiler
+from chunkc.hardware import PresentGpu
+from chunkc.runtime.update.cpu_update import ChunkUpdate
+
+RESULTS = Path(__file__).parent / "results"
+GIB = 2**30
+KEPT_NBYTES = 4096
+"""For the outputs of the step before."""
+
+
+class InstantStream:
+    """A stream on which work is done when it is launched."""
+
+    def __init__(self, cuda_stream: int) -> None:
+        self.cuda_stream = cuda_stream
+
+
+class InstantCuda:
+    """CUDA's calls, each done at once on the caller's thread; memory is the host's."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._streams = [InstantStream(0)]
+
+    def new_stream(self) -> InstantStream:
+        self._streams.append(InstantStream(len(self._streams)))
+        return self._streams[-1]
+
+    def current_stream(self) -> InstantStream:
+        return self._streams[0]
+
+    def key(self, stream: InstantStream) -> int:
+        return stream.cuda_stream
+
+    def run(self, stream: InstantStream, work: Callable[[], None]) -> None:
+        work()
+
+    def record(self, stream: InstantStream, used: object = None) -> object:
+        return self
+
+    def wait_event(self, stream: InstantStream, event: object) -> None: ...
+
+    def is_done(self, event: object) -> bool:
+        return True
+
+    def wait_on_host(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def memory_info(self) -> tuple[int, int]:
+        return 30 * GIB, 32 * GIB
+
+    def allocator_nbytes(self, kind: str, moment: str) -> int:
+        return 0
+
+    def reset_peaks(self) -> None: ...
+
+    def release_cached(self) -> None: ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes + 256, dtype=torch.uint8)
+        start = -memory.data_ptr() % 256
+        return memory[start : start + nbytes]
+
+    def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(table)
+
+    def register_host(self, address: int, nbytes: int) -> None: ...
+
+    def unregister_host(self, address: int) -> None: ...
+
+    def kernels(self) -> InstantKernels:
+        return InstantKernels()
+
+
+class InstantKernels:
+    """Kernels of chunks that do nothing."""
+
+    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        return torch.zeros(len(pieces), 3, dtype=torch.int32)
+
+    make_norm_tiles = make_tiles
+
+    def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> Callable[[], None]:
+        return _nothing
+
+    def restore(self, *tensors: torch.Tensor) -> Callable[[], None]:
+        return _nothing
+
+    def grad_norm(self, *tensors: torch.Tensor) -> Callable[[], None]:
+        return _nothing
+
+
+def _nothing() -> None: ...
+
+
+class Instant:
+    """A segment that computes once, and then returns memory of the same shapes at every call."""
+
+    def __init__(self, run: Callable[[list[Any]], Sequence[Any]]) -> None:
+        self._run = run
+        self._outputs: list[Callable[[], torch.Tensor]] | None = None
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        if self._outputs is None:
+            outputs = self._run(args)
+            self._outputs = [partial(torch.empty_strided, v.shape, v.stride(), dtype=v.dtype) for v in outputs]
+            return outputs
+        args.clear()
+        return [empty() for empty in self._outputs]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, of layers of ``num_linears`` linear modules each, and how it is trained."""
+
+    num_layers: int
+    num_linears: int
+    width: int
+    chunk_numel: int
+    clips: bool = False
+
+
+CASES = (
+    Case(12, 2, 16, 1024),
+    Case(12, 6, 16, 1024),
+    Case(36, 6, 16, 1024),
+    Case(36, 6, 16, 1024, clips=True),
+    Case(36, 6, 16, 4096),
+    Case(12, 18, 16, 4096),
+    Case(12, 18, 16, 16384),
+    Case(12, 6, 64, 1024),
+    Case(12, 6, 64, 4096),
+    Case(12, 6, 64, 4096, clips=True),
+)
+
+
+class Layers(nn.Module):
+    """Residual layers of a few linear modules each."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(case.width, case.width, bias=False) for _ in range(case.num_linears)))
+            for _ in range(case.num_layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.sum()
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a step of one case has, and the median of the launching thread's processor time."""
+
+    case: Case
+    num_actions: int
+    num_segments: int
+    num_params: int
+    step_us: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all models, fit, and write the result."""
+    args = parse(argv)
+    torch.set_num_threads(1)
+    rows = [measure(case, args) for case in CASES]
+    result = {
+        **provenance.describe(),
+        "device": args.device,
+        "figures_us": fit(rows),
+        "rows": [asdict(r) for r in rows],
+    }
+    print(json.dumps(result["figures_us"], indent=2))
+    path = args.out or RESULTS / f"executor_overhead-{args.device}-{result['date'][:10]}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Cost of a step on the launching thread.")
+    parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda", help="cuda: over an instant double")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="result file (default: one of this day under benchmarks/results)")
+    return parser.parse_args(argv)
+
+
+def measure(case: Case, args: argparse.Namespace) -> Row:
+    """Train one model in little device memory, and read the thread's clock around each step."""
+    torch.manual_seed(0)
+    nbytes, times_s = 1, list[float]()
+    with instant_work():
+        while not times_s:
+            try:
+                plan, times_s = _train(case, nbytes, args)
+            except chunkc.BudgetError as error:
+                nbytes = error.min_device_nbytes + KEPT_NBYTES
+    actions = [a for p in plan.programs if p.is_repeated for a in p.actions]
+    row = Row(
+        case,
+        num_actions=len(actions),
+        num_segments=len(plan.segments),
+        num_params=case.num_layers * case.num_linears,
+        step_us=round(statistics.median(times_s[args.warm_up :]) * 1e6, 1),
+    )
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def _train(case: Case, nbytes: int, args: argparse.Namespace) -> tuple[chunkc.Plan, list[float]]:
+    """The plan of ``case`` in ``nbytes`` of device memory, and seconds of each step."""
+    hw, _device = machine(args.device, nbytes)
+    model = chunkc.compile(Layers(case), hw, dtype=torch.bfloat16, backend="eager", chunk_size=case.chunk_numel)
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0 if case.clips else None)
+    x = torch.randn(2, case.width, dtype=torch.bfloat16)
+    times_s = [_step_s(model, optimizer, x) for _ in range(args.warm_up + args.steps)]
+    chunkc.stats(model)
+    return chunkc.plan_of(model), times_s
+
+
+def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    begun_s = time.thread_time()
+    loss = model(x)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.thread_time() - begun_s
+
+
+def machine(kind: str, device_nbytes: int) -> tuple[chunkc.Hardware, object]:
+    """The machine and its device, which lives as long as the object returned."""
+    if kind == "emulated":
+        return device_for(replace(chunkc.Hardware.of("emulated-1g-1g"), gpu_memory_nbytes=device_nbytes))
+    gpu = PresentGpu(index=0, gpu="h200", memory_nbytes=32 * GIB, capability=(9, 0))
+    hw = replace(chunkc.Hardware.parse("h200-1g-1g"), gpu_memory_nbytes=max(device_nbytes, 2 * GIB + 1))
+    return device_for(hw, lambda: gpu, lambda _: InstantCuda())
+
+
+@contextmanager
+def instant_work() -> Iterator[None]:
+    """Let segments compute once and updates of the host never."""
+    compile_real = SegmentCompiler.compile
+
+    def compile_instant(self: SegmentCompiler, graph: Any) -> list[Any]:
+        return [Instant(run) for run in compile_real(self, graph)]
+
+    nothing = mock.patch.object(ChunkUpdate, "update", lambda self, inputs: None)
+    with nothing, mock.patch.object(SegmentCompiler, "compile", compile_instant):
+        yield
+
+
+def fit(rows: Sequence[Row]) -> dict[str, float]:
+    """Microseconds per action, segment and parameter, and what a step costs beside them."""
+    counts = np.array([[r.num_actions, r.num_segments, r.num_params, 1] for r in rows], dtype=float)
+    times_us = np.array([r.step_us for r in rows])
+    solution, *_ = np.linalg.lstsq(counts, times_us, rcond=None)
+    error = float(np.abs(counts @ solution / times_us - 1).max())
+    names = ("action", "segment", "parameter", "step")
+    return {**{n: round(float(v), 2) for n, v in zip(names, solution, strict=True)}, "largest_error": round(error, 3)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
