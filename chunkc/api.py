@@ -15,7 +15,7 @@ from chunkc._torch_compat.core import Finalizer, without_weight_references
 from chunkc.compiler.capture_session import Settings
 from chunkc.compiler.compiled_model import CompiledModel
 from chunkc.compiler.compiled_model import compiled_of as _compiled
-from chunkc.compiler.device_selection import HardwareLike, at_hand, count_libraries, device_for
+from chunkc.compiler.device_selection import HardwareLike, at_hand, count_libraries, device_for, update_cores
 from chunkc.compiler.full_params import full_params
 from chunkc.compiler.keep_fp32 import fp32_modules
 from chunkc.compiler.plan_ahead import plan_ahead
@@ -45,7 +45,6 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, PlanOptions, Target, budgets_of
 from chunkc.report import Plan
-from chunkc.runtime.devices.cpu_affinity import own_cores
 from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
@@ -139,7 +138,7 @@ def compile(  # the name that torch.compile taught users
     if ranks.size > 1:
         with ranks.agreement_scope():
             count_libraries(device)
-    cores = own_cores(ranks) if ranks.size > 1 else None  # each rank of a machine updates on cores of its own
+    cores = update_cores(device, ranks)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),

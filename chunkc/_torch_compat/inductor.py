@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,17 @@ def inductor_loop(
     except (RuntimeError, OSError) as error:
         raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
     return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
+
+
+def cpp_library(source: str) -> ctypes.CDLL:
+    """Compile C++ to a shared library by Inductor's compiler and cache; LoopUnavailable without a compiler."""
+    from torch._inductor.codecache import CppCodeCache
+
+    try:
+        library = CppCodeCache.load(source)
+    except (RuntimeError, OSError) as error:
+        raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
+    return ctypes.CDLL(library._name)
 
 
 def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:

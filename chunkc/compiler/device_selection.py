@@ -36,7 +36,7 @@ from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.tiers import Tier
-from chunkc.runtime.devices.cpu_affinity import HostCores, usable_cores
+from chunkc.runtime.devices.cpu_affinity import HostCores, leaving_launcher, own_cores, usable_cores
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
@@ -163,6 +163,17 @@ def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ra
         *(machine, num_node_cores, link or 0.0, assumed(machine.gpu).kernel_launch_us),
     )
     return replace(machine, num_cpu_cores=num_node_cores, pcie_gb_per_s=link)
+
+
+def update_cores(device: SharedDevice, ranks: Ranks) -> HostCores | None:
+    """The cores on which this rank's updates run: own ones beside other ranks, some of all beside a GPU; else None.
+
+    Collective.
+    """
+    cores = own_cores(ranks) if ranks.size > 1 else None
+    if not isinstance(device, SharedCuda):
+        return cores  # the emulated device computes on them too
+    return leaving_launcher(cores or HostCores(tuple(usable_cores()), is_bound=False))
 
 
 def count_libraries(device: SharedDevice) -> None:

@@ -16,12 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from chunkc.distributed.process_group import Ranks
 
 _LOGGER = logging.getLogger("chunkc")
+
+NUM_LAUNCHER_CORES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,12 @@ class HostCores:
                 "updates on the host are not kept on this rank's cores %s: %s; start the ranks by numactl instead",
                 *(list(self.ids), error),
             )
+
+
+def leaving_launcher(cores: HostCores) -> HostCores:
+    """``cores`` but for those of the thread that launches and of autograd's, where most are left."""
+    ids = cores.ids[:-NUM_LAUNCHER_CORES] if len(cores.ids) >= 2 * NUM_LAUNCHER_CORES else cores.ids
+    return HostCores(ids, cores.is_bound)
 
 
 def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:

@@ -29,6 +29,9 @@ what follows on that stream or waits for it on another. The first launch or ``sy
 ended enqueues it. Where a run needs what is held back, the caller sleeps until the worker has come so far. At the end
 of a program nothing stays held back on ``comm``, for which other ranks wait.
 
+**Bounded run-ahead.** While the worker has work, the caller launches a segment only when all but the latest few have
+finished on the device; until then the caller sleeps without the GIL, which the worker needs between two chunks.
+
 **Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: the worker needs the GIL, and
 calls of CUDA that wait for the device may hold it (launches once about a thousand are pending, allocations when memory
 is short, loading a kernel). If a stream waited for the worker, such a call would never return.
@@ -45,7 +48,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from sys import getrefcount
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from chunkc._torch_compat.core import is_profiling, profiler_range
 from chunkc.errors import ChunkcError
@@ -58,6 +61,9 @@ from chunkc.runtime.devices.throttle import Timekeeper
 from chunkc.runtime.devices.worker_streams import Completion, Delays, Workers, WorkRunner
 
 _SIDE_STREAMS = (Stream.H2D, Stream.D2H, Stream.COMM)
+
+MAX_SEGMENTS_UNDER_WAY: Final = 4
+"""Segments launched and not finished while the worker updates: enough to keep the device busy, few kernels pending."""
 
 
 class _ThreadState(threading.local):
@@ -84,6 +90,8 @@ class CudaStreams:
         self._compute_key = api.key(self._compute)
         self._held: dict[int, deque[CudaWork]] = {key: deque() for key in self._side_key.values()}
         self._side_targets = {stream: (side, self._side_key[stream]) for stream, side in self._side.items()}
+        self._segments: deque[CudaEvent | Completion] = deque()
+        self._latest_on_host: Completion | None = None
         self._is_enqueuing = False
         self._latest_synchronize: object | None = None
         self._thread_state = _ThreadState()
@@ -120,23 +128,26 @@ class CudaStreams:
                 if not isinstance(event, CudaEvent) or getrefcount(event) != num_alone:
                     event = None
                 target, key = targets[planned.stream]
+                if planned.is_segment:
+                    self._bound_run_ahead()
                 is_held = held_0 or held_1 or held_2 or self._latest_synchronize is not followed
                 handles = None if is_held or target is None or not is_plain else handles_of(waits, key)
                 if handles is None or failures.unreported is not None:
                     known[planned.label] = self._launch(planned.stream, planned.text, waits, work, event)
                     followed = self._latest_synchronize
-                    continue
-                for handle in handles:
-                    api.wait_event(target, handle)
-                if event is None:
-                    event = self._new_event(key)
-                try:
-                    api.run(target, work)
-                    event.handle, event.key = api.record(target, event.handle), key
-                except BaseException as error:
-                    self._note_place(error, planned.stream, planned.text)
-                    raise
-                known[planned.label] = event
+                else:
+                    for handle in handles:
+                        api.wait_event(target, handle)
+                    event = self._new_event(key) if event is None else event
+                    try:
+                        api.run(target, work)
+                        event.handle, event.key = api.record(target, event.handle), key
+                    except BaseException as error:
+                        self._note_place(error, planned.stream, planned.text)
+                        raise
+                    known[planned.label] = event
+                if planned.is_segment:
+                    self._segments.append(known[planned.label])
 
     def follow(self) -> None:
         """Order all side streams behind the work on the current stream, now and until the next launch."""
@@ -222,6 +233,18 @@ class CudaStreams:
                 self._enqueue(item, target)
         return item.event
 
+    def _bound_run_ahead(self) -> None:
+        """Before a segment is launched, sleep until few are under way, if the worker has something to do.
+
+        With about 1,000 kernels pending, launching one more blocks with the GIL held, for which the worker waits.
+        """
+        if len(self._segments) < MAX_SEGMENTS_UNDER_WAY:
+            return
+        oldest = self._segments.popleft()
+        is_worker_busy = self._latest_on_host is not None and not self._latest_on_host.done()
+        if is_worker_busy and not oldest.done():
+            oldest.join()
+
     def _new_event(self, key: int) -> CudaEvent:
         return CudaEvent(self._api, self.failures, key, self._enqueue_event)
 
@@ -303,7 +326,7 @@ class CudaStreams:
         for event in waits:
             if isinstance(event, CudaEvent):
                 event.enqueue()  # the worker can only sleep on what is recorded
-        completion = Completion(self.failures)
+        completion = self._latest_on_host = Completion(self.failures)
         self._workers.put(Stream.CPU, label, tuple(waits), work, completion)
         return completion
 

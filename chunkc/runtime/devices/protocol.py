@@ -52,12 +52,16 @@ Launch = Callable[[Stream, str, Sequence[Event], Work], Event]
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """A launch that is known before it happens: ``waits`` are labels of the launches that its work waits for."""
+    """A launch that is known before it happens.
+
+    ``waits``: labels of the launches that its work waits for; ``is_segment``: whether it launches a segment's kernels.
+    """
 
     label: str
     text: str
     stream: Stream
     waits: tuple[str, ...]
+    is_segment: bool = False
 
 
 def launch_each(

@@ -91,7 +91,7 @@ class Binder:
             case _:
                 work = self._work(action)
         self._occupancy.apply(action)
-        launch = PlannedLaunch(label, str(action), action.stream, action.waits)
+        launch = PlannedLaunch(label, str(action), action.stream, action.waits, action.op is Op.RUN)
         return BoundAction(launch, work, update, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Work:

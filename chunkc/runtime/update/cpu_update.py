@@ -1,6 +1,6 @@
 """The host update: a rule on one chunk, in one pass over its memory.
 
-A chunk's pieces become ranges that share hyperparameters and step count, each one call of `cpu_update_kernel`'s loop.
+A chunk's pieces become ranges that share hyperparameters and step count, over which `cpu_update_kernel`'s loop goes.
 Step ``t = 1`` starts from states of zero, whatever their memory held, so that the states need no initialisation.
 """
 
@@ -12,15 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chunkc.runtime.update.cpu_update_kernel import host_kernel
+from chunkc.runtime.update.cpu_update_kernel import host_kernel, in_one_call
 from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Hyper, UpdateRule, coefficients_of
 from chunkc.runtime.update.update_inputs import StepInputs
 
 PARALLEL_NUMEL = 32 * 1024
 """Shorter ranges are updated by the calling thread alone, as PyTorch's own operators would."""
 
-_MAX_READY = 256
-"""Ranges of a chunk whose updates are kept ready; other ranges follow where other parameters are stepped each time."""
+_MAX_READY, _MAX_CALLS = 256, 16
+"""Ranges of a chunk, and sets of them, whose updates are kept ready: others follow where other parameters are stepped
+each time."""
+
+_Range = tuple[int, int, bool, bool]
+"""Elements [start, end), whether threads share them, and whether it is the first step of their parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,8 @@ class ChunkUpdate:
         self._kernel = host_kernel(rule, *dtypes, is_parallel=False)
         is_large = payload.numel() >= PARALLEL_NUMEL
         self._large_kernel = host_kernel(rule, *dtypes, is_parallel=True) if is_large else self._kernel
-        self._ready: dict[tuple[int, int, bool, bool], tuple[Tensor, Callable[[], None]]] = {}
+        self._ready: dict[_Range, tuple[Tensor, Callable[[], None]]] = {}
+        self._calls: dict[tuple[_Range, ...], Callable[[], None]] = {}
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
@@ -98,36 +103,45 @@ class ChunkUpdate:
         if is_skipped:
             self._keep()
             return
-        runs = list(self._runs(inputs))
         num_threads = torch.get_num_threads()  # asking also gives a new thread PyTorch's number of OpenMP threads
-        for run in runs:
-            if run.group is None:
+        ranges = list[_Range]()
+        for run in self._runs(inputs):
+            group = run.group
+            if group is None:
                 self._keep_run(run.start, run.end)
                 continue
-            if run.group.step == 1:
+            if group.step == 1:
                 self._clear_states(run.start, run.end)
             is_large = num_threads > 1 and run.end - run.start >= PARALLEL_NUMEL
-            coefficients, kernel = self._over(run.start, run.end, is_large, run.group.step == 1)
-            coefficients.copy_(coefficients_of(run.group.hyper, run.group.step, factor))
-            kernel()
+            ranges.append((run.start, run.end, is_large, group.step == 1 and self._has_target))
+            self._over(ranges[-1])[0].copy_(coefficients_of(group.hyper, group.step, factor))
+        self._call_of(tuple(ranges))()
 
-    def _over(self, start: int, end: int, is_large: bool, is_first: bool) -> tuple[Tensor, Callable[[], None]]:
-        """The kernel over [start, end), and the coefficients that it reads, made ready when first asked for.
+    def _over(self, over: _Range) -> tuple[Tensor, Callable[[], None]]:
+        """Coefficients of a range, and the kernel over it that reads them, made ready when first asked for.
 
         The first step of parameters takes the cleared states of the target.
         """
-        is_first = is_first and self._has_target
-        ready = self._ready.get((start, end, is_large, is_first))
+        ready = self._ready.get(over)
         if ready is None:
-            if len(self._ready) >= _MAX_READY:
-                self._ready.clear()
+            start, end, is_large, is_first = over
             with torch.inference_mode(False):
                 coefficients = torch.empty(1 + NUM_COEFFICIENTS, dtype=torch.float32, device="cpu")
             kernel = self._large_kernel if is_large else self._kernel
             read = self._first_read if is_first else self._read
-            ready = coefficients, kernel(read, self._written, start, end, coefficients)
-            self._ready[start, end, is_large, is_first] = ready
+            ready = self._ready[over] = coefficients, kernel(read, self._written, start, end, coefficients)
         return ready
+
+    def _call_of(self, ranges: tuple[_Range, ...]) -> Callable[[], None]:
+        """One call of the kernels over all ``ranges``."""
+        call = self._calls.get(ranges)
+        if call is None:
+            call = in_one_call([self._over(over)[1] for over in ranges])
+            if len(self._calls) >= _MAX_CALLS or len(self._ready) >= _MAX_READY:
+                self._calls.clear()
+                self._ready = {over: self._ready[over] for over in ranges}
+            self._calls[ranges] = call
+        return call
 
     @torch.no_grad()
     def restore(self) -> None:

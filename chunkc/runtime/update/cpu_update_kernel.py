@@ -20,11 +20,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from chunkc._torch_compat.inductor import LoopUnavailable, inductor_loop
+from chunkc._torch_compat.inductor import LoopUnavailable, cpp_library, inductor_loop
 from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Sqrt, UpdateRule
 
 EAGER_TILE_NUMEL = 64 * 1024
@@ -85,8 +86,63 @@ def _outputs_anew(rule: UpdateRule, payload_dtype: torch.dtype | None) -> Callab
     return outputs
 
 
+@dataclass(frozen=True, slots=True)
+class _LoopCall:
+    """A call of a compiled loop on addresses. ctypes releases the GIL meanwhile."""
+
+    function: Any
+    values: tuple[int, ...]
+
+    def __call__(self) -> None:
+        self.function(*self.values)
+
+
+def in_one_call(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    """Make one call of ``calls``, which come one after the other.
+
+    Of compiled loops it is one without the GIL from the first to the last: between two calls another thread that holds
+    the GIL keeps it for milliseconds.
+    """
+    loops = [call for call in calls if isinstance(call, _LoopCall)]
+    caller = _loop_caller(len(loops[0].values)) if len(loops) == len(calls) > 1 else None
+    if caller is None:
+        return partial(_call_each, tuple(calls))
+    functions = [ctypes.cast(loop.function, ctypes.c_void_p).value or 0 for loop in loops]
+    addresses = (ctypes.c_uint64 * len(functions))(*functions)
+    values = [value for loop in loops for value in loop.values]
+    return partial(caller, len(loops), addresses, (ctypes.c_uint64 * len(values))(*values))
+
+
+def _call_each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+@cache
+def _loop_caller(num_values: int) -> Callable[..., None] | None:
+    """A compiled function that calls loops of so many arguments; None without a compiler."""
+    types, arguments = ", ".join(["uint64_t"] * num_values), ", ".join(f"values[{i}]" for i in range(num_values))
+    source = f"""
+#include <cstdint>
+
+extern "C" void call_loops(int64_t num_loops, const uint64_t* loops, const uint64_t* values) {{
+    for (int64_t i = 0; i < num_loops; ++i, values += {num_values}) {{
+        reinterpret_cast<void (*)({types})>(loops[i])({arguments});
+    }}
+}}
+"""
+    try:
+        function = cpp_library(source).call_loops
+    except LoopUnavailable as error:
+        _log_once(f"a host update of several ranges needs the GIL between them: {error}")
+        return None
+    function.restype = None
+    function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    return cast(Callable[..., None], function)
+
+
 class _Loop:
-    """A compiled loop, called on addresses. ctypes releases the GIL meanwhile."""
+    """A compiled loop, called on addresses."""
 
     def __init__(self, function: Callable[..., None], order: Sequence[tuple[str, int]], num_lists: int) -> None:
         self._function = function
@@ -104,7 +160,7 @@ class _Loop:
     ) -> Callable[[], None]:
         values = [t.data_ptr() + start * t.element_size() for t in (*read, *written)]
         values += (coefficients.data_ptr(), end - start)
-        return partial(self._function, *[values[i] for i in self._order])
+        return _LoopCall(self._function, tuple(values[i] for i in self._order))
 
 
 def _rounded_sqrt(values: Tensor) -> Tensor:
