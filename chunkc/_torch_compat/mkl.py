@@ -1,7 +1,7 @@
-"""What MKL, torch's library of matrix products on CPUs, keeps of malloc's memory for itself.
+"""Memory that MKL, torch's library of matrix products on CPUs, keeps for itself.
 
 MKL packs operands into buffers that it takes at the first product of a kind and gives back only when the process ends:
-tens of MB after a few shapes. Seen on torch 2.13.0; a build without MKL has no such function.
+tens of MB after a few shapes. Seen on torch 2.13.0 and 2.15.0; a build without MKL has no such function.
 """
 
 from __future__ import annotations
