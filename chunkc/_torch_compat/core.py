@@ -134,9 +134,13 @@ def keep_undefined(node: Any) -> None:
 
 
 def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
-    """A function that says whether the memory behind tensors is still alive, without keeping it so."""
-    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    return lambda: not reference.expired()  # type: ignore[no-untyped-call]
+    """A function that says whether the memory behind tensors is still alive, without keeping it so.
+
+    The object of a storage lives as long as its memory. `StorageWeakRef` has a finalizer in Python: what a signal
+    raises there is lost, and who shows it keeps all frames of the call under way, and so what it saves for backward.
+    """
+    reference = weakref.ref(storage)
+    return lambda: reference() is not None
 
 
 def num_references(tensor: torch.Tensor) -> int:

@@ -4,7 +4,7 @@ The plan states this allowance per segment, to hold a measured peak against. It 
 one by one with malloc's own count (torch 2.13, 2 and 8 threads); CUDA kernels need less.
 
     operator                     what its kernel allocates
-    matrix product, fp32         nothing: MKL reads transposed operands in place
+    matrix product, fp32         nothing: MKL packs operands into buffers of its own, which no reading counts
     matrix product, 16 bits      packed copies of the operands and an fp32 result: at most all operands and the result
     convolution                  oneDNN's blocked copies of the weight and of the larger of input and output, with
                                  channels padded to its block of 16

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import chunkc
-from chunkc._torch_compat.core import capture_settings
+from chunkc._torch_compat.core import capture_settings, outlives
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.emulated import EmulatedDevice
@@ -116,3 +116,18 @@ def test_a_finalizer_of_pythons_own_is_traced() -> None:
     owners: list[object] = [model]
     del model
     assert collected_while_dynamo_runs(owners) > 2
+
+
+def test_memory_outlives_all_objects_of_python_over_it() -> None:
+    """Where a view has it, or autograd alone, whatever is collected; and no longer."""
+    leaf = torch.ones(4, requires_grad=True)
+    held, viewed = leaf.exp(), torch.ones(4)
+    is_saved, is_viewed = outlives(held.untyped_storage()), outlives(viewed.untyped_storage())
+    total, view = held.sum(), viewed.view(2, 2)
+    del held, viewed
+    gc.collect()
+    assert is_saved() and is_viewed()
+    assert view.untyped_storage().nbytes() == 16
+    total.backward()
+    del view
+    assert not is_saved() and not is_viewed()

@@ -7,12 +7,16 @@ and after it, and training goes on exactly from there.
 from __future__ import annotations
 
 import _thread
+import gc
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import pytest
 import torch
@@ -149,6 +153,49 @@ def test_what_fails_in_a_step_is_raised_where_it_was_called(monkeypatch: pytest.
     pair.optimizer.zero_grad()
     with pytest.raises(chunkc.ChunkcError, match="an update failed halfway"):
         pair.model(*batch(1))
+
+
+class FinalizerPoints:
+    """Within the block the thread raises `Raised` in every finalizer that is written in Python; ``places`` of them."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+
+    def __enter__(self) -> Self:
+        sys.settrace(self._enter_frame)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        sys.settrace(None)
+
+    def _enter_frame(self, frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code.co_name == "__del__":
+            self.places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            raise Raised(self.places[-1])
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_no_finalizer_loses_ctrl_c_in_a_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shows what a finalizer raised may keep it, and so the frames around it and what forward saved in them.
+
+    As pytest does, and as a debugger may. Then the next forward found no room beside the memory of the one before.
+    """
+    kept: list[BaseException | None] = []
+    pair = Pair(backend=backend)
+    for seed in range(3):
+        pair.train(seed)
+    gc.collect()
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: kept.append(lost.exc_value))
+    gc.disable()  # finalizers of other tests' objects
+    try:
+        for seed in range(2):
+            with FinalizerPoints() as points:
+                pair.model(*batch(seed)).backward()
+                pair.optimizer.step()
+                pair.optimizer.zero_grad()
+            assert not kept, f"lost in finalizers at {points.places}"
+    finally:
+        gc.enable()
 
 
 def test_raise_points_raise() -> None:

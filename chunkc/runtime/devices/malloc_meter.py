@@ -1,9 +1,12 @@
 """Non-model bytes of a process on a device that is host memory, as malloc counts them.
 
 glibc's ``mallinfo2()`` gives the bytes in use of all arenas (``uordblks``) and of large blocks with their own mapping
-(``hblkhd``), exact up to allocator headers. It walks the lists of free blocks: 2 to 4 microseconds in a young process,
-1 to 2 milliseconds where compilation has left 20,000 free blocks. So the executor samples once after each segment, and
-a thread while one runs, which can miss a peak shorter than its period. Slabs (`host_slab`) bypass malloc.
+(``hblkhd``), exact up to allocator headers. Of these, buffers that MKL keeps for the process are no model's: on a GPU
+they would be cuBLAS's workspace, part of its context. They are left out of every reading.
+
+``mallinfo2()`` walks the lists of free blocks: 2 to 4 microseconds in a young process, 1 to 2 milliseconds where
+compilation has left 20,000 free blocks. So the executor samples once after each segment, and a thread while one runs,
+which can miss a peak shorter than its period. Slabs (`host_slab`) bypass malloc.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Final
 import torch
 
 from chunkc._torch_compat.core import Finalizer
+from chunkc._torch_compat.mkl import mkl_kept_reader
 
 Reader = Callable[[], int]
 
@@ -36,15 +40,19 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def malloc_reader() -> Reader | None:
-    """Return a reader of the bytes malloc has handed out, or None: without glibc 2.33, or with jemalloc."""
+    """Return a reader of the bytes malloc has handed out, less those that MKL keeps for itself.
+
+    None without glibc 2.33, or with jemalloc.
+    """
     if sys.platform != "linux" or not hasattr(ctypes.PyDLL(None), "mallinfo2"):
         return None
     mallinfo2 = ctypes.PyDLL(None).mallinfo2  # PyDLL keeps the interpreter lock: cheaper than handing it over
     mallinfo2.restype = _Mallinfo2
+    mkl_kept_nbytes = mkl_kept_reader() or (lambda: 0)
 
     def read() -> int:
         info = mallinfo2()
-        return int(info.uordblks) + int(info.hblkhd)
+        return int(info.uordblks) + int(info.hblkhd) - mkl_kept_nbytes()
 
     before = read()
     probe = torch.empty(_PROBE_NBYTES, dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """The meter against allocations of known size, against operators with a short-lived temporary, and its own cost."""
 
+import ctypes
 import gc
 import sys
 import threading
@@ -10,6 +11,7 @@ import pytest
 import torch
 from awaiting import await_that
 
+from chunkc._torch_compat.mkl import mkl_kept_reader
 from chunkc.runtime.devices.host_slab import allocate_slab
 from chunkc.runtime.devices.malloc_meter import NonModelMeter, malloc_reader
 
@@ -66,6 +68,23 @@ def test_held_bytes_are_subtracted_and_forgotten_by_start() -> None:
     meter.start()
     assert (meter.held_nbytes, meter.peak_nbytes) == (0, 0)
     assert meter.sample() == 30
+
+
+@needs_glibc
+@pytest.mark.skipif(mkl_kept_reader() is None, reason="this build of torch has no MKL")
+def test_buffers_that_mkl_keeps_are_no_models(meter: NonModelMeter) -> None:
+    """Megabytes that the first product of a kind takes for all that follow in the process."""
+    ctypes.PyDLL(torch._C.__file__).mkl_serv_free_buffers()  # as in a process that has multiplied nothing
+    kept_nbytes = mkl_kept_reader() or (lambda: 0)
+    left, right, product = (torch.ones(1024, 1024) for _ in range(3))
+    assert kept_nbytes() == 0
+    gc.collect()
+    meter.start()
+    torch.mm(left, right, out=product)
+    assert kept_nbytes() > MIB
+    assert (meter.sample() or 0) < 256 * KIB
+    taken = torch.empty(4 * MIB, dtype=torch.uint8)
+    assert taken.numel() <= (meter.sample() or 0) < taken.numel() + 256 * KIB
 
 
 def test_without_a_reading_everything_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
