@@ -11,13 +11,13 @@ them, so that all ranks count alike.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from chunkc._torch_compat.core import StorageKey
 from chunkc.ir.layout import Layout
 from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.protocol import Device
@@ -46,12 +46,12 @@ class Held:
 class Storage:
     """The memory behind a tensor, which is not kept alive by this."""
 
-    reference: StorageKey
+    reference: weakref.ref[torch.UntypedStorage]
     nbytes: int
     address: int
 
     def is_alive(self) -> bool:
-        return not self.reference.expired()  # type: ignore[no-untyped-call]
+        return self.reference() is not None  # its Python object lives as long as the memory (`outlives`)
 
     @staticmethod
     def behind(values: Iterable[Any]) -> list[Storage | None]:
@@ -65,8 +65,7 @@ class Storage:
 
     @staticmethod
     def of(storage: torch.UntypedStorage) -> Storage:
-        reference = StorageKey(storage)  # type: ignore[no-untyped-call]
-        return Storage(reference, storage.nbytes(), storage.data_ptr())
+        return Storage(weakref.ref(storage), storage.nbytes(), storage.data_ptr())
 
 
 @dataclass(slots=True, eq=False)
