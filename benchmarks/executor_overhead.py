@@ -2,8 +2,10 @@
 
 Small models train on a device whose work takes no time: segments return memory without computing, updates do
 nothing, and CUDA, behind the real code of its streams, is a double that carries copies out at once. What is left of the
-thread's processor time is Dynamo's guards, autograd, and chunkc. The models differ in how many actions, segments and
-parameters a step has; each figure is a coefficient of the least-squares fit over all of them, of medians over steps.
+thread's processor time is Dynamo's guards, autograd, and chunkc. The same forward and backward under torch.compile
+alone, whose graphs return memory in the same way, take what is not chunkc's; the rest is. The models differ in how many
+actions, segments and parameters a step has; each figure is a coefficient of the least-squares fit over all of them, of
+medians over steps.
 
 ``--device emulated`` measures the emulated device in the same way, with its threads for streams.
 
@@ -29,6 +31,7 @@ import numpy as np
 import provenance
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import chunkc
 from chunkc.compiler.device_selection import device_for
@@ -135,15 +138,21 @@ class Instant:
 
     def __init__(self, run: Callable[[list[Any]], Sequence[Any]]) -> None:
         self._run = run
-        self._outputs: list[Callable[[], torch.Tensor]] | None = None
+        self._outputs: list[Callable[[], Any]] | None = None
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         if self._outputs is None:
-            outputs = self._run(args)
-            self._outputs = [partial(torch.empty_strided, v.shape, v.stride(), dtype=v.dtype) for v in outputs]
+            outputs = list(self._run(args))
+            self._outputs = [_maker_of(value) for value in outputs]
             return outputs
         args.clear()
         return [empty() for empty in self._outputs]
+
+
+def _maker_of(value: Any) -> Callable[[], Any]:
+    if isinstance(value, torch.Tensor):
+        return partial(torch.empty_strided, value.shape, value.stride(), dtype=value.dtype)
+    return lambda: value
 
 
 @dataclass(frozen=True)
@@ -189,13 +198,17 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """What a step of one case has, and the median of the launching thread's processor time."""
+    """What a step of one case has, and medians of the launching thread's processor time.
+
+    ``plain_us``: of the forward and backward under torch.compile alone.
+    """
 
     case: Case
     num_actions: int
     num_segments: int
     num_params: int
     step_us: float
+    plain_us: float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,13 +216,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(1)
     rows = [measure(case, args) for case in CASES]
+    figures = {"figures_us": fit(rows, with_torch=False), "with_torch_us": fit(rows, with_torch=True)}
     result = {
         **provenance.describe(),
         "device": args.device,
-        "figures_us": fit(rows),
+        **figures,
         "rows": [asdict(r) for r in rows],
     }
-    print(json.dumps(result["figures_us"], indent=2))
+    print(json.dumps(figures, indent=2))
     path = args.out or RESULTS / f"executor_overhead-{args.device}-{result['date'][:10]}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -240,7 +254,8 @@ def measure(case: Case, args: argparse.Namespace) -> Row:
         num_actions=len(actions),
         num_segments=len(plan.segments),
         num_params=case.num_layers * case.num_linears,
-        step_us=round(statistics.median(times_s[args.warm_up :]) * 1e6, 1),
+        step_us=_median_us(times_s, args),
+        plain_us=_median_us(_train_plain(case, args), args),
     )
     print(row, file=sys.stderr, flush=True)
     return row
@@ -255,6 +270,35 @@ def _train(case: Case, nbytes: int, args: argparse.Namespace) -> tuple[chunkc.Pl
     times_s = [_step_s(model, optimizer, x) for _ in range(args.warm_up + args.steps)]
     chunkc.stats(model)
     return chunkc.plan_of(model), times_s
+
+
+def _train_plain(case: Case, args: argparse.Namespace) -> list[float]:
+    """Seconds of each forward and backward under torch.compile alone, with gradients taken away as in training."""
+    torch._dynamo.reset()
+    model, x = Layers(case).to(torch.bfloat16), torch.randn(2, case.width, dtype=torch.bfloat16)
+    backend = aot_autograd(fw_compiler=_instant_graph, bw_compiler=_instant_graph)
+    compiled = torch.compile(model, backend=backend)
+    optimizer, times_s = torch.optim.SGD(model.parameters(), lr=0.0), list[float]()
+    for _ in range(args.warm_up + args.steps):
+        begun_s = time.thread_time()
+        compiled(x).backward()
+        optimizer.zero_grad()
+        times_s.append(time.thread_time() - begun_s)
+    return times_s
+
+
+def _instant_graph(module: torch.fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    instant = Instant(lambda args: module(*args))
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        return instant(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _median_us(times_s: Sequence[float], args: argparse.Namespace) -> float:
+    return round(statistics.median(times_s[args.warm_up :]) * 1e6, 1)
 
 
 def _step_s(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
@@ -288,10 +332,10 @@ def instant_work() -> Iterator[None]:
         yield
 
 
-def fit(rows: Sequence[Row]) -> dict[str, float]:
+def fit(rows: Sequence[Row], *, with_torch: bool) -> dict[str, float]:
     """Microseconds per action, segment and parameter, and what a step costs beside them."""
     counts = np.array([[r.num_actions, r.num_segments, r.num_params, 1] for r in rows], dtype=float)
-    times_us = np.array([r.step_us for r in rows])
+    times_us = np.array([r.step_us - (0.0 if with_torch else r.plain_us) for r in rows])
     solution, *_ = np.linalg.lstsq(counts, times_us, rcond=None)
     error = float(np.abs(counts @ solution / times_us - 1).max())
     names = ("action", "segment", "parameter", "step")

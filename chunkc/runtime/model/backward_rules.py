@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple, NoReturn
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.params.gradients import Gradients
 from chunkc.runtime.update.loss_scale import LossScale
-
-_hooks_of, _grad_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Undeclared(NamedTuple):
@@ -117,12 +114,9 @@ def refuse_scaling_parts(own_scale: LossScale | None) -> None:
         )
 
 
-def check_hooks(parameters: Parameters) -> None:
+def refuse_hooks(parameters: Parameters) -> NoReturn:
     """Refuse, by ChunkcError, gradient hooks on parameters."""
-    params = parameters.params
-    if not any(map(_hooks_of, params)) and not any(map(_grad_hooks_of, params)):
-        return
-    hooked = [i for i, p in enumerate(params) if _hooks_of(p) or _grad_hooks_of(p)]
+    hooked = [i for i, p in enumerate(parameters.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
     raise ChunkcError(
         f"{parameters.names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
         "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"

@@ -141,7 +141,8 @@ class ModelRuntime:
     def _check_trainable(self) -> None:
         if self.state.phase is ModelPhase.BROKEN:
             backward_rules.refuse_broken()
-        backward_rules.check_hooks(self.parameters)
+        if self.parameters.has_hooks():
+            backward_rules.refuse_hooks(self.parameters)
 
     def forward(self, executor: Executor, args: list[Any], held: Held) -> list[Any]:
         """Run a forward program from wherever the last call left the model; RankError when ranks differ."""

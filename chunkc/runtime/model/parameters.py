@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -34,6 +35,8 @@ from chunkc.runtime.storage.parameter_io import ChunkValues, Flats
 from chunkc.runtime.storage.snapshot import SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.update.foreign_updates import ForeignUpdates
+
+_hooks_of, _grad_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
 class Parameters:
@@ -226,6 +229,10 @@ class Parameters:
                 exact = round_to(value, self.staging.dtypes[index])
             self._values.write_param(index, exact, payload=index not in self._gradients.overlaid)
         self.raise_versions([index])
+
+    def has_hooks(self) -> bool:
+        """Whether some parameter has gradient hooks."""
+        return any(map(_hooks_of, self.params)) or any(map(_grad_hooks_of, self.params))
 
     def raise_versions(self, indexes: Iterable[int]) -> None:
         """Tell autograd that these parameters changed: graphs that saved them refuse to run backward."""
