@@ -4,8 +4,8 @@ Small models train on a device whose work takes no time: segments return memory 
 nothing, and CUDA, behind the real code of its streams, is a double that carries copies out at once. What is left of the
 thread's processor time is Dynamo's guards, autograd, and chunkc. The same forward and backward under torch.compile
 alone, whose graphs return memory in the same way, take what is not chunkc's; the rest is. The models differ in how many
-actions, segments and parameters a step has; each figure is a coefficient of the least-squares fit over all of them, of
-medians over steps.
+actions and parameters a step has; the figures of these are coefficients of a least-squares fit of relative errors to
+medians over steps. A segment's figure is measured alone, since the number of segments grows with that of actions.
 
 ``--device emulated`` measures the emulated device in the same way, with its threads for streams.
 
@@ -37,6 +37,8 @@ import chunkc
 from chunkc.compiler.device_selection import device_for
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.hardware import PresentGpu
+from chunkc.ir.values import SegmentValues
+from chunkc.runtime.execution.bound_action import RunEnvironment, running
 from chunkc.runtime.update.cpu_update import ChunkUpdate
 
 RESULTS = Path(__file__).parent / "results"
@@ -216,7 +218,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(1)
     rows = [measure(case, args) for case in CASES]
-    figures = {"figures_us": fit(rows, with_torch=False), "with_torch_us": fit(rows, with_torch=True)}
+    segment = segment_us()
+    figures = {
+        "figures_us": fit(rows, segment, with_torch=False),
+        "with_torch_us": fit(rows, segment, with_torch=True),
+    }
     result = {
         **provenance.describe(),
         "device": args.device,
@@ -332,14 +338,31 @@ def instant_work() -> Iterator[None]:
         yield
 
 
-def fit(rows: Sequence[Row], *, with_torch: bool) -> dict[str, float]:
-    """Microseconds per action, segment and parameter, and what a step costs beside them."""
-    counts = np.array([[r.num_actions, r.num_segments, r.num_params, 1] for r in rows], dtype=float)
-    times_us = np.array([r.step_us - (0.0 if with_torch else r.plain_us) for r in rows])
-    solution, *_ = np.linalg.lstsq(counts, times_us, rcond=None)
-    error = float(np.abs(counts @ solution / times_us - 1).max())
-    names = ("action", "segment", "parameter", "step")
-    return {**{n: round(float(v), 2) for n, v in zip(names, solution, strict=True)}, "largest_error": round(error, 3)}
+def segment_us() -> float:
+    """Microseconds that the executor takes to give a segment 6 values and 6 payloads and to take 6 values from it."""
+    inputs = tuple(f"value_{i // 2}" if i % 2 == 0 else f"param_{i // 2}" for i in range(12))
+    outputs, params = tuple(f"output_{i}" for i in range(6)), tuple((2 * i + 1, i) for i in range(6))
+    segment, env = SegmentValues(inputs, params, outputs, dies=(0, 4, 8)), RunEnvironment()
+    slots = {name: slot for slot, name in enumerate((*inputs, *outputs))}
+    payloads, made = [(i, torch.empty(0)) for i, _ in params], [torch.empty(0)] * len(outputs)
+    work, rounds_us = running(segment, lambda _: made, payloads, env, slots, _nothing), list[float]()
+    for _ in range(50):
+        values = [[torch.empty(0)] * len(slots) for _ in range(200)]
+        begun_s = time.thread_time()
+        for env.values in values:
+            work()
+        rounds_us.append((time.thread_time() - begun_s) / len(values) * 1e6)
+    return statistics.median(rounds_us)
+
+
+def fit(rows: Sequence[Row], segment: float, *, with_torch: bool) -> dict[str, float]:
+    """Microseconds per action and parameter where a ``segment`` takes so many, and what a step costs beside them."""
+    counts = np.array([[r.num_actions, r.num_params, 1] for r in rows], dtype=float)
+    times_us = np.array([r.step_us - r.num_segments * segment - (0.0 if with_torch else r.plain_us) for r in rows])
+    (action, parameter, step), *_ = np.linalg.lstsq(counts / times_us[:, None], np.ones(len(rows)), rcond=None)
+    error = float(np.abs(counts @ (action, parameter, step) / times_us - 1).max())
+    figures = {"action": action, "segment": segment, "parameter": parameter, "step": step, "largest_error": error}
+    return {name: round(float(value), 3) for name, value in figures.items()}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from chunkc.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,15 @@ class GraphValues:
     segments: tuple[SegmentValues, ...]
     result: tuple[str | tuple[Any, ...], ...]
     last_use: Mapping[str, int]
+
+    def slots(self) -> dict[str, int]:
+        """A number for every value: inputs in their order, then the outputs of each segment, one behind the other.
+
+        Raises:
+            PlanError: when a name stands for two values.
+        """
+        names: Sequence[str] = [*self.inputs, *(name for segment in self.segments for name in segment.outputs)]
+        slots = {name: number for number, name in enumerate(names)}
+        if len(slots) != len(names):
+            raise PlanError("a lowered graph gives one name to two values: capture the model again")
+        return slots

@@ -65,10 +65,12 @@ class Binder:
     recoveries: dict[int, Work] = field(default_factory=dict)
     _program: str = ""
     _occupancy: Occupancy = field(init=False)
+    _slots: Mapping[GraphKind, Mapping[str, int]] = field(init=False)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._occupancy = Occupancy(self.plan.layout)
+        self._slots = {kind: compiled.graph.slots() for kind, compiled in self.graphs.items()}
 
     def bind(self, program: Program) -> tuple[BoundAction, ...]:
         """The program's actions in order, ready to be launched."""
@@ -214,7 +216,7 @@ class Binder:
         compiled = self.graphs[planned.graph]
         segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
         payloads = [(i, self._payload(param)) for i, param in segment.params]
-        return running(segment, run, payloads, self.env, self.device.sample_nonmodel)
+        return running(segment, run, payloads, self.env, self._slots[planned.graph], self.device.sample_nonmodel)
 
     def _stash(self, action: Action) -> Work:
         """Land the elements in this chunk of gradients of the segment, and no others.
@@ -231,7 +233,8 @@ class Binder:
             if mapped in placements[param].chunks:
                 name = names[param]
                 is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
-                landings.append(Landing(param, name, is_last, *self._landing(param, chunk, mapped)))
+                slot = self._slots["backward"][name]
+                landings.append(Landing(param, slot, is_last, *self._landing(param, chunk, mapped)))
         return stashing(landings, self.env, self._share(chunk), adds=adds)
 
     def _share(self, chunk: Chunk) -> float:

@@ -52,15 +52,60 @@ class CompiledGraph:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class ValueTable:
+    """Values of one compiled graph by slot: which inputs enter, and what the graph returns.
+
+    Attributes:
+        used_inputs: slots, which are also positions, of the inputs that segments or the result take.
+        constants: the result with None for values; ``results``: positions and slots of these.
+    """
+
+    num_values: int
+    used_inputs: tuple[int, ...]
+    constants: tuple[Any, ...]
+    results: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(compiled: CompiledGraph) -> ValueTable:
+        graph, slots = compiled.graph, compiled.graph.slots()
+        results = {i: entry for i, entry in enumerate(graph.result) if isinstance(entry, str)}
+        taken = {name for name in results.values()}
+        for segment in graph.segments:
+            payloads = {i for i, _ in segment.params}
+            taken.update(name for i, name in enumerate(segment.inputs) if i not in payloads)
+        return ValueTable(
+            len(slots),
+            tuple(slot for slot, name in enumerate(graph.inputs) if name in taken),
+            tuple(None if isinstance(entry, str) else entry[0] for entry in graph.result),
+            tuple((i, slots[name]) for i, name in results.items() if name not in compiled.gradients),
+        )
+
+    def begin(self, args: list[Any]) -> list[Any]:
+        """Values before the graph runs on ``args``, which this empties."""
+        values: list[Any] = [None] * self.num_values
+        for slot in self.used_inputs:
+            values[slot] = args[slot]
+        args.clear()
+        return values
+
+    def end(self, values: Sequence[Any]) -> list[Any]:
+        """Results of the graph, with None for gradients of parameters."""
+        outputs = list(self.constants)
+        for i, slot in self.results:
+            outputs[i] = values[slot]
+        return outputs
+
+
 @dataclass(slots=True)
 class RunEnvironment:
-    """State that changes while programs run: values by name, and bytes moved by each program's latest run.
+    """State that changes while programs run: values by slot, and bytes moved by each program's latest run.
 
     ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds. ``withheld``: parameters
     whose gradient nobody asked for: zeros land in its place.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: list[Any] = field(default_factory=list)
     accumulated: Set[int] = frozenset()
     withheld: Set[int] = frozenset()
     moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
@@ -172,24 +217,29 @@ def running(
     run: SegmentCallable,
     payloads: Sequence[tuple[int, torch.Tensor]],
     env: RunEnvironment,
+    slots: Mapping[str, int],
     sample: Work,
 ) -> Work:
-    """Run a segment on values of ``env`` and ``payloads`` by position; then ``sample`` memory."""
-    is_payload, outputs = {i for i, _ in payloads}, segment.outputs
-    values_taken = [(i, name) for i, name in enumerate(segment.inputs) if i not in is_payload]
-    living = [(i, name) for i, name in values_taken if i not in segment.dies]
-    dying = [(i, name) for i, name in values_taken if i in segment.dies]
+    """Run a segment on values of ``env``, by ``slots``, and ``payloads``, by position; then ``sample`` memory."""
+    is_payload = {i for i, _ in payloads}
+    taken = [(i, slots[name]) for i, name in enumerate(segment.inputs) if i not in is_payload]
+    dying = [slot for i, slot in taken if i in segment.dies]
+    first = slots[segment.outputs[0]] if segment.outputs else 0
+    num_outputs, end = len(segment.outputs), first + len(segment.outputs)
     template: list[Any] = [None] * len(segment.inputs)
     for i, payload in payloads:
         template[i] = payload
 
     def work() -> None:
         values, args = env.values, template.copy()
-        for i, name in living:
-            args[i] = values.get(name)
-        for i, name in dying:
-            args[i] = values.pop(name)
-        values.update(zip(outputs, run(args), strict=True))
+        for i, slot in taken:
+            args[i] = values[slot]
+        for slot in dying:
+            values[slot] = None
+        made = run(args)
+        if len(made) != num_outputs:
+            raise PlanError(f"a segment made {len(made)} values instead of {num_outputs}")
+        values[first:end] = made
         sample()
 
     return work
@@ -199,13 +249,13 @@ class Landing(NamedTuple):
     """The part of a gradient that lands in one chunk.
 
     Attributes:
-        name: of the whole gradient among the values; nothing reads it afterwards if ``is_last``.
+        slot: of the whole gradient among the values; nothing reads it afterwards if ``is_last``.
         target: where the part goes, as the parameter is strided or, with an ``order``, 1-D.
         order: dimensions in the order of memory, of a gradient of which the chunk holds elements ``part`` alone.
     """
 
     param: int
-    name: str
+    slot: int
     is_last: bool
     target: torch.Tensor
     order: Sequence[int] | None = None
@@ -215,15 +265,20 @@ class Landing(NamedTuple):
 def stashing(landings: Sequence[Landing], env: RunEnvironment, share: float, *, adds: bool) -> Work:
     """Put gradients, times ``share``, where they land, or add them there to those that were accumulated."""
 
-    targets, names = [landing.target for landing in landings], [landing.name for landing in landings]
+    targets, slots = [landing.target for landing in landings], [landing.slot for landing in landings]
     is_copy = share == 1.0 and not adds and all(landing.is_last and landing.order is None for landing in landings)
 
     def stash() -> None:
+        values = env.values
         if is_copy and not env.withheld:
-            torch._foreach_copy_(targets, [env.values.pop(name) for name in names])
+            torch._foreach_copy_(targets, [values[slot] for slot in slots])
+            for slot in slots:
+                values[slot] = None
             return
-        for param, name, is_last, target, order, part in landings:
-            gradient = env.values.pop(name) if is_last else env.values[name]
+        for param, slot, is_last, target, order, part in landings:
+            gradient = values[slot]
+            if is_last:
+                values[slot] = None
             is_added = adds and param in env.accumulated
             if param in env.withheld:
                 if not is_added:

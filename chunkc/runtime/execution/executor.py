@@ -22,7 +22,7 @@ from chunkc.ir.plan import Plan, Position, Program, Role
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.devices.protocol import Device, Event, launch_each
 from chunkc.runtime.execution.binder import Binder
-from chunkc.runtime.execution.bound_action import BoundProgram, CompiledGraph, RunEnvironment
+from chunkc.runtime.execution.bound_action import BoundProgram, CompiledGraph, RunEnvironment, ValueTable
 from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.execution.moment_text import moment_text
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
@@ -88,7 +88,7 @@ class Executor:
         ]
         self._programs = [{p.key: BoundProgram.of(p, binder.bind(p)) for p in plan.programs} for binder in binders]
         self._recoveries = [tuple(binder.recoveries.values()) for binder in binders]
-        self._used_inputs = {name: _used_inputs(compiled) for name, compiled in self._graphs.items()}
+        self._tables = {name: ValueTable.of(compiled) for name, compiled in self._graphs.items()}
 
     def program(self, role: Role, position: Position = "first", reduces: bool = True) -> BoundProgram:
         """The program of that key, bound to where chunks are at home now."""
@@ -241,7 +241,7 @@ class Executor:
 
     def forget_launched(self) -> None:
         """Let go of values of the graphs, and of the events of launches."""
-        self._env.values = {}
+        self._env.values = []
         self._events.clear()
 
     def join(self) -> None:
@@ -254,14 +254,13 @@ class Executor:
     def _run_graph(
         self, program: BoundProgram, graph: GraphKind, args: list[Any], begun: BegunStep | None = None
     ) -> list[Any]:
-        compiled, env = self._graphs[graph], self._env
-        env.values = {name: args[position] for position, name in self._used_inputs[graph]}
-        args.clear()
+        env, table = self._env, self._tables[graph]
+        env.values = table.begin(args)
         try:
             self._launch(program, begun)
-            return compiled.outputs(env.values)
+            return table.end(env.values)
         finally:
-            env.values = {}
+            env.values = []
 
     def _launch(self, program: BoundProgram, inputs: StepInputs | BegunStep | None = None) -> None:
         if program.without_begins is not None and not (isinstance(inputs, BegunStep) and inputs.is_begun):
@@ -320,14 +319,3 @@ class RanGraph:
     def of(graph: Executor | UnplannedGraph) -> RanGraph:
         plan = graph.plan if isinstance(graph, Executor) else None
         return RanGraph(graph.family, graph.graded_params, plan, weakref.ref(graph))
-
-
-def _used_inputs(compiled: CompiledGraph) -> list[tuple[int, str]]:
-    """Positions and names of the inputs that segments or the result take from the environment."""
-    graph = compiled.graph
-    taken = set[str]()
-    for segment in graph.segments:
-        payloads = {i for i, _ in segment.params}
-        taken.update(name for i, name in enumerate(segment.inputs) if i not in payloads)
-    taken.update(entry for entry in graph.result if isinstance(entry, str))
-    return [(position, name) for position, name in enumerate(graph.inputs) if name in taken]
