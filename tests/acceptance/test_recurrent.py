@@ -43,7 +43,7 @@ KINDS = [
     (nn.LSTM, False, "eager", "emulated-180k-16m"),
     (nn.RNN, False, "eager", "emulated-96k-16m"),
     (nn.GRU, True, "eager", "emulated-240k-16m"),
-    (nn.RNN, False, "inductor", "emulated-96k-16m"),
+    pytest.param(nn.RNN, False, "inductor", "emulated-96k-16m", marks=pytest.mark.slow),
     pytest.param(nn.LSTM, True, "inductor", "emulated-240k-16m", marks=pytest.mark.slow),
 ]
 

@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -173,10 +173,15 @@ def test_a_model_of_two_shapes_and_two_live_forwards() -> None:
     assert isinstance(pair.model, Tower)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_declared_shapes_have_one_layout_from_the_start(backend: str) -> None:
-    model = Tower()
-    pair = Pair(HW, model, backend=backend, example_inputs=[batch(0, SMALLEST), batch(0, LARGEST), batch(0, 16)])
+@pytest.mark.parametrize(
+    ("backend", "hw", "model"),
+    [
+        pytest.param("eager", HW, Tower, id="eager"),
+        pytest.param("inductor", "emulated-500k-16m", lambda: Tower(depth=1, width=24), id="inductor"),
+    ],
+)
+def test_declared_shapes_have_one_layout_from_the_start(backend: str, hw: str, model: Callable[[], Tower]) -> None:
+    pair = Pair(hw, model(), backend=backend, example_inputs=[batch(0, SMALLEST), batch(0, LARGEST), batch(0, 16)])
     pair.train(0, SMALLEST)
     first, num_planned = layout_of(pair), compiled_of(pair.model).session.num_planned
     assert num_planned == 3
