@@ -165,7 +165,7 @@ def test_fullgraph_refuses_a_break_before_anything_changes() -> None:
 @pytest.mark.slow
 def test_other_shapes_and_rhythms() -> None:
     """Shapes before and after the plan, evaluations, a skipped step, and two forwards."""
-    pair = pair_of(Broken, "emulated-560k-32m")
+    pair = pair_of(Broken, "emulated-640k-32m")
     for seed, length in enumerate((8, 6, 8, 5, 6)):
         train(pair, seed, length)
 
