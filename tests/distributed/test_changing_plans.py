@@ -33,7 +33,10 @@ def test_forwards_of_one_loss_are_planned_together(two_ranks: Pool) -> None:
     check(two_ranks, "tower", TIGHT, [[12, 12], [12, 12], [12, 8]], moves=True)
 
 
-@pytest.mark.parametrize(("hw", "moves"), [("2xemulated-16m-64m", False), ("2xemulated-160k-64m", True)])
+@pytest.mark.parametrize(
+    ("hw", "moves"),
+    [pytest.param("2xemulated-16m-64m", False, marks=pytest.mark.slow), ("2xemulated-160k-64m", True)],
+)
 def test_each_rank_meets_sizes_of_its_own(hw: str, moves: bool, two_ranks: Pool) -> None:
     """Data tell how many rows are picked, so ranks plan what others do not."""
     check(two_ranks, "masked", hw, [[12], [12], [14], [12]], moves=moves)
