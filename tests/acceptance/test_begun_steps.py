@@ -304,7 +304,7 @@ def test_micro_batches(windows: tuple[int, ...]) -> None:
     assert (num_dropped > 0) == (len(set(windows)) > 1)
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["nan", "inf"])
+@pytest.mark.parametrize("kind", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["nan", "inf"])
 def test_fp16_commits_by_the_factor_of_its_scale_and_drops_overflows(kind: int) -> None:
     def scenario(pair: Pair) -> Seen:
         for seed in range(7):

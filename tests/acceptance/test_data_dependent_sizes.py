@@ -169,7 +169,7 @@ class Dropped(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=SLOW)])
 def test_dropout_that_is_computed_again_has_the_masks_of_forward_at_every_size(backend: str) -> None:
     """Before there is a plan, at new sizes, and at those that come again."""
     model = chunkc.compile(Dropped(), "emulated-1m-64m", dtype=torch.float32, backend=backend)

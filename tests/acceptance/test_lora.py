@@ -25,7 +25,7 @@ from chunkc.ir.plan import Plan
 
 OS_NBYTES = 12
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="runs where peft is installed, as `make test` does")
-BOTH = [pytest.param(BY_HAND, id="by hand"), pytest.param(BY_PEFT, id="by peft", marks=needs_peft)]
+BOTH = [pytest.param(BY_HAND, id="by hand"), pytest.param(BY_PEFT, id="by peft", marks=[needs_peft, pytest.mark.slow])]
 
 
 @functools.cache

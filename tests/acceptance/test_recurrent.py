@@ -86,7 +86,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(outputs.mean(1)), labels)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
 def test_packed_sequences(kind: type[nn.RNNBase]) -> None:
     pair = Pair("emulated-300k-16m", Classifier(kind), chunk_size=512)
     for seed in range(4):

@@ -58,7 +58,9 @@ def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.Captu
     assert f"{simulated['step_ms']:,.3f} ms" in out
 
 
-@pytest.mark.parametrize(("optimizer", "nbytes"), [("adamw", 12), ("sgd", 8), ("lion", 8)])
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"), [("adamw", 12), ("sgd", 8), pytest.param("lion", 8, marks=pytest.mark.slow)]
+)
 def test_states_of_an_optimizer_are_planned_and_simulated(
     tiny: str, optimizer: str, nbytes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
