@@ -101,7 +101,7 @@ def test_forwards_of_one_loss_are_planned_together(
     assert not [r for r in caplog.records if "more than the budget" in r.getMessage()]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_forwards_of_different_lengths_are_planned_together(backend: str) -> None:
     pair = pair_of(HW[3], 3, backend=backend)
     for seed, rows in enumerate([(64, 256, 64), (256, 64, 128), (128, 128, 256), (256, 256, 64)]):
