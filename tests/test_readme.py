@@ -21,7 +21,10 @@ from chunkc import cli
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-SMALLER = {"hidden_size=512": "hidden_size=64", "intermediate_size=1376": "intermediate_size=96", "heads=8": "heads=2"}
+SMALLER = {
+    **{"hidden_size=512": "hidden_size=64", "intermediate_size=1376": "intermediate_size=96"},
+    **{"layers=8": "layers=2", "heads=8": "heads=2"},
+}
 DIFF_HW = "emulated-96m-4g"
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 from overflows import Poisoned, poisonous
-from pair import Pair, batch
+from pair import Pair, Tower, batch
 from torch import nn
 
 import chunkc
 from chunkc.ir.actions import Op
 from chunkc.runtime.devices.worker_streams import WorkRunner
 
-HW = "emulated-730k-16m"
+HW = "emulated-450k-16m"
+"""Room for all parameters of two layers, and for no states."""
 NUM_HOMES = 12
 Seen = list[Any]
 Scenario = Callable[[Pair], Seen]
@@ -218,9 +219,15 @@ SCENARIOS: dict[str, tuple[Scenario, tuple[int, int, int]]] = {
 }
 
 
+def pair_of(wishes: dict[str, Any], **options: Any) -> Pair:
+    torch.manual_seed(0)
+    return Pair(HW, Tower(depth=2), wishes, **options)
+
+
 def run(scenario: Scenario, num_homes: int, **options: Any) -> tuple[Pair, Seen]:
     is_clipped = scenario.__qualname__.startswith("clips")
-    pair = Pair(HW, wishes={"num_second_homes": num_homes, "tracks_grad_norm": is_clipped}, **options)
+    wishes = {"num_second_homes": num_homes, "tracks_grad_norm": is_clipped}
+    pair = pair_of(wishes, **options)
     return pair, scenario(pair)
 
 
@@ -297,7 +304,7 @@ def test_micro_batches(windows: tuple[int, ...]) -> None:
     assert (num_dropped > 0) == (len(set(windows)) > 1)
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["nan", "inf"])
+@pytest.mark.parametrize("kind", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["nan", "inf"])
 def test_fp16_commits_by_the_factor_of_its_scale_and_drops_overflows(kind: int) -> None:
     def scenario(pair: Pair) -> Seen:
         for seed in range(7):
@@ -367,7 +374,7 @@ def test_a_step_that_was_not_begun_waits_for_its_gradients(
     pairs = []
     for num_homes in (999, 0):
         wishes = {"num_second_homes": num_homes, "tracks_grad_norm": tracks_grad_norm}
-        pairs.append(Pair(HW, wishes=wishes, accumulate=accumulate))
+        pairs.append(pair_of(wishes, accumulate=accumulate))
         for number in range(accumulate):
             backward(pairs[-1], number)
         finish(pairs[-1])

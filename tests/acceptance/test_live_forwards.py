@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -73,12 +74,20 @@ def check_measured(pair: Pair) -> None:
 
 
 HW = {1: "emulated-2200k-64m", 2: "emulated-4000k-64m", 3: "emulated-5800k-64m", 8: "emulated-15m-64m"}
+QUICK = {(2, "eager", True), (3, "inductor", False), (3, "inductor", True), (8, "eager", False)}
+"""Cases of every test: each number of forwards and graphs, interpreted and compiled; the others run with ``--soak``."""
+TOGETHER = [
+    pytest.param(
+        *case,
+        id="-".join([str(case[0]), case[1], "two graphs" if case[2] else "one graph"]),
+        marks=() if case in QUICK else pytest.mark.slow,
+    )
+    for case in itertools.product((2, 3, 8), ("eager", "inductor"), (False, True))
+]
 
 
 @pytest.mark.skipif(not NonModelMeter().available, reason="no reading of malloc on this system")
-@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "two graphs"])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("num", [2, 3, 8])
+@pytest.mark.parametrize(("num", "backend", "breaks"), TOGETHER)
 def test_forwards_of_one_loss_are_planned_together(
     num: int, backend: str, breaks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,7 +101,7 @@ def test_forwards_of_one_loss_are_planned_together(
     assert not [r for r in caplog.records if "more than the budget" in r.getMessage()]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_forwards_of_different_lengths_are_planned_together(backend: str) -> None:
     pair = pair_of(HW[3], 3, backend=backend)
     for seed, rows in enumerate([(64, 256, 64), (256, 64, 128), (128, 128, 256), (256, 256, 64)]):

@@ -65,7 +65,7 @@ def test_lion_trains_as_its_paper(runner_of: GetRunner) -> None:
         assert abs(loss - other) <= LOSS_TOLERANCE * abs(other)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["sgd", pytest.param("lion", marks=pytest.mark.slow)])
 def test_bf16_is_as_good_as_plain_bf16(
     name: str, runner_of: GetRunner, plain_of: GetPlain, plain_16_of: GetPlain
 ) -> None:
@@ -96,7 +96,7 @@ def run_of(name: str, **options: Any) -> Run:
     return Run(dtype=torch.bfloat16, make=MAKES[name], **options)
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("name", ["sgd", "lion", pytest.param("plain sgd", marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     """From a checkpoint into a model that has its chunks and one that has not, and from state dicts."""
     whole, first = run_of(name), run_of(name)

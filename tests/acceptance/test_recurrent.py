@@ -43,7 +43,7 @@ KINDS = [
     (nn.LSTM, False, "eager", "emulated-180k-16m"),
     (nn.RNN, False, "eager", "emulated-96k-16m"),
     (nn.GRU, True, "eager", "emulated-240k-16m"),
-    (nn.RNN, False, "inductor", "emulated-96k-16m"),
+    pytest.param(nn.RNN, False, "inductor", "emulated-96k-16m", marks=pytest.mark.slow),
     pytest.param(nn.LSTM, True, "inductor", "emulated-240k-16m", marks=pytest.mark.slow),
 ]
 
@@ -86,7 +86,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(outputs.mean(1)), labels)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
 def test_packed_sequences(kind: type[nn.RNNBase]) -> None:
     pair = Pair("emulated-300k-16m", Classifier(kind), chunk_size=512)
     for seed in range(4):

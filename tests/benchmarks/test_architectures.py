@@ -17,7 +17,7 @@ NAMES = (
     "deberta-v2", "t5", "bart", "mixtral", "vit", "mamba", "gpt2", "resnet",
     "gcn", "gat", "experts by masks", "lstm", "gru", "two towers", "unet", "dit", "mixer", "vae",
 )  # fmt: skip
-OFTEN = ("gpt2", "gat")
+OFTEN = ("gat",)
 
 
 @pytest.fixture

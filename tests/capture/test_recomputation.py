@@ -19,7 +19,7 @@ from chunkc.scenarios.models.transformer import checkpoint_layers
 BATCH, TOKENS, WIDTH = 4, 16, 32
 INPUT_NBYTES = 4 * BATCH * TOKENS * WIDTH
 STATISTICS_NBYTES = 2 * 4 * BATCH * TOKENS
-SHALLOW, DEEP = 4, 8
+SHALLOW, DEEP = 2, 4
 
 
 def schedule_of(model: nn.Module, inputs: Any, keep: float | None = None) -> Schedule:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from plans_for_report import gpt_plan
 from tiny_transformers import TINY_GPT
 
+import chunkc.cli.plan
+import chunkc.cli.simulate
 from chunkc.cli import main
 from chunkc.cli.advice import Advice
 from chunkc.cli.screen import render_answer
@@ -18,11 +21,21 @@ from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
-from chunkc.scenarios.scenario import Answer, policies
+from chunkc.scenarios.scenario import Answer, Scenarios, policies
 
 GIB = 1024**3
 
 KEYS = {"fits", "missing_nbytes", "device_peak_nbytes", "host_nbytes", "step_ms", "tokens_per_s", "bound", "advice"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captures_are_shared() -> Iterator[None]:
+    """By all commands: each captures the same tiny model otherwise, which is what takes time."""
+    captures: dict[tuple[object, ...], Any] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (chunkc.cli.plan, chunkc.cli.simulate):
+            patched.setattr(module, "Scenarios", lambda tell: Scenarios(tell, captures))
+        yield
 
 
 @pytest.fixture
@@ -58,7 +71,9 @@ def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.Captu
     assert f"{simulated['step_ms']:,.3f} ms" in out
 
 
-@pytest.mark.parametrize(("optimizer", "nbytes"), [("adamw", 12), ("sgd", 8), ("lion", 8)])
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"), [("adamw", 12), ("sgd", 8), pytest.param("lion", 8, marks=pytest.mark.slow)]
+)
 def test_states_of_an_optimizer_are_planned_and_simulated(
     tiny: str, optimizer: str, nbytes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from job import Pool
 from rank_shapes import train_changing, train_plainly
 
 pytestmark = pytest.mark.distributed
-TIGHT = "2xemulated-1600k-32m"
+TIGHT = "2xemulated-900k-32m"
 
 
 def check(pool: Pool, name: str, hw: str, steps: Sequence[Sequence[int]], *, moves: bool) -> list[int]:
@@ -33,14 +33,17 @@ def test_forwards_of_one_loss_are_planned_together(two_ranks: Pool) -> None:
     check(two_ranks, "tower", TIGHT, [[12, 12], [12, 12], [12, 8]], moves=True)
 
 
-@pytest.mark.parametrize(("hw", "moves"), [("2xemulated-16m-64m", False), ("2xemulated-160k-64m", True)])
+@pytest.mark.parametrize(
+    ("hw", "moves"),
+    [pytest.param("2xemulated-16m-64m", False, marks=pytest.mark.slow), ("2xemulated-160k-64m", True)],
+)
 def test_each_rank_meets_sizes_of_its_own(hw: str, moves: bool, two_ranks: Pool) -> None:
     """Data tell how many rows are picked, so ranks plan what others do not."""
     check(two_ranks, "masked", hw, [[12], [12], [14], [12]], moves=moves)
 
 
 def test_new_lengths_are_planned_from_one_capture(two_ranks: Pool) -> None:
-    check(two_ranks, "tower", "2xemulated-800k-32m", [[12], [8], [10], [7], [9], [7], [3], [12]], moves=True)
+    check(two_ranks, "tower", "2xemulated-420k-32m", [[12], [8], [10], [7], [9], [7], [3], [12]], moves=True)
 
 
 def test_each_rank_meets_lengths_of_its_own(two_ranks: Pool) -> None:

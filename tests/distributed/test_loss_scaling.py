@@ -26,7 +26,9 @@ def check(found: list[Scaled], num_ranks: int) -> None:
             torch.testing.assert_close(ours, plain, rtol=0, atol=TOLERANCE * largest)
 
 
-@pytest.mark.parametrize("by_scaler", [False, True], ids=["built in", "GradScaler"])
+@pytest.mark.parametrize(
+    "by_scaler", [pytest.param(False, marks=pytest.mark.slow), True], ids=["built in", "GradScaler"]
+)
 @pytest.mark.parametrize("place", [pytest.param("resident", marks=pytest.mark.slow), "moving"])
 def test_an_overflow_on_one_rank_is_skipped_on_all(place: str, by_scaler: bool, two_ranks: Pool) -> None:
     check(two_ranks.run(train_scaled, PLACES[place], by_scaler), 2)

@@ -45,7 +45,9 @@ def check_volume(found: list[Steady], num_ranks: int, max_gathers: int = 2) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hw"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, ROOMY)], ids=str
+    ("dtype", "hw"),
+    [pytest.param(torch.float32, None, marks=pytest.mark.slow), (torch.bfloat16, None), (torch.float32, ROOMY)],
+    ids=str,
 )
 def test_a_steady_step_is_the_plan(dtype: torch.dtype, hw: str | None, two_ranks: Pool) -> None:
     """Where chunks move, they are gathered for forward and again for backward; where all is resident, once."""

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 from package_imports import FOLDERS, ROOT
-from pair import CHUNK_SIZE, Tower, batch
+from pair import Tower, batch
 
 import chunkc
 
@@ -36,13 +36,13 @@ def called() -> Iterator[set[str]]:
         sys.setprofile(before)
 
 
-@pytest.mark.parametrize("hw", ["emulated-64m-64m", "emulated-240k-64m"])
+@pytest.mark.parametrize("hw", ["emulated-64m-64m", "emulated-120k-64m"])
 def test_a_steady_step_runs_through_few_files(hw: str, called: set[str]) -> None:
     """Files of the package, on the thread that trains and on workers, of a resident plan and of one that moves chunks.
 
     The devices (`DEVICES`) do not count: they stand behind the `Device` protocol, and a GPU has others.
     """
-    model = chunkc.compile(Tower(depth=2), hw, dtype=torch.bfloat16, backend="inductor", chunk_size=CHUNK_SIZE)
+    model = chunkc.compile(Tower(depth=1, width=24), hw, dtype=torch.bfloat16, backend="inductor", chunk_size=1024)
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-3)
     for seed in range(5):
         if seed == 3:  # two steps are seen: the second waits for the updates of the first

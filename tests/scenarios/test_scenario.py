@@ -32,20 +32,21 @@ def test_the_plan_is_that_of_chunkc_plan() -> None:
 def test_in_fp16_a_scenario_is_planned_with_its_loss_scaling() -> None:
     """As ``chunkc.plan`` does; without it where it is asked for so, as the modelled systems have none."""
     scenario = replace(SCENARIO, recompute=Recompute.FULL)
-    scaled = Scenarios().answer(scenario).plan
+    scenarios = Scenarios()
+    scaled = scenarios.answer(scenario).plan
     direct = chunkc.plan(TINY_GPT.build(recompute=True), HW, example_inputs=TINY_GPT.inputs(2, 16))
     assert scaled is not None and scaled.tracks_grad_norm and direct.tracks_grad_norm
     assert scaled.programs == direct.programs and scaled.layout == direct.layout and scaled.memory == direct.memory
-    without = Scenarios().answer(replace(scenario, tracks_grad_norm=False)).plan
+    without = scenarios.answer(replace(scenario, tracks_grad_norm=False)).plan
     assert without is not None and not without.tracks_grad_norm
     assert without.memory.nonmodel_nbytes < scaled.memory.nonmodel_nbytes
 
 
 def test_a_scenario_that_clips_measures_gradients() -> None:
     scenario = replace(SCENARIO, recompute=Recompute.FULL, dtype=torch.float32)
+    scenarios = Scenarios()
     found = [
-        Scenarios().answer(replace(scenario, tracks_grad_norm=tracks_grad_norm)).plan
-        for tracks_grad_norm in (None, True)
+        scenarios.answer(replace(scenario, tracks_grad_norm=tracks_grad_norm)).plan for tracks_grad_norm in (None, True)
     ]
     assert [plan is not None and plan.tracks_grad_norm for plan in found] == [False, True]
 

@@ -66,7 +66,7 @@ def chunk(
 
 CASES = [(dtypes, *of_rule, is_parallel) for dtypes in DTYPES for of_rule in RULES for is_parallel in (False, True)]
 QUICK = {(rule, dtypes) for rule, _ in RULES for dtypes in (DTYPES if rule is ADAM else DTYPES[::4])}
-"""Adam with all dtypes, each rule with two pairs: every kernel takes its time to compile."""
+"""Adam with all dtypes, each rule with two pairs and several threads: every kernel takes its time to compile."""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ QUICK = {(rule, dtypes) for rule, _ in RULES for dtypes in (DTYPES if rule is AD
     [
         pytest.param(
             *(dtypes, rule, hyper, is_parallel),
-            marks=[] if (rule, dtypes) in QUICK else pytest.mark.slow,
+            marks=[] if (rule, dtypes) in QUICK and (is_parallel or rule is ADAM) else pytest.mark.slow,
             id=f"{rule.name}-{dtypes[0]}-{dtypes[1]}-{is_parallel}",
         )
         for dtypes, rule, hyper, is_parallel in CASES
