@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,9 +20,4 @@ def mkl_kept_reader() -> Callable[[], int] | None:
         return None
     mem_stat = library.mkl_serv_mem_stat
     mem_stat.argtypes, mem_stat.restype = (ctypes.POINTER(ctypes.c_int),), ctypes.c_int64
-    num_buffers = ctypes.c_int()
-
-    def read() -> int:
-        return int(mem_stat(num_buffers))
-
-    return read
+    return partial(mem_stat, ctypes.c_int())  # which it writes the number of buffers to

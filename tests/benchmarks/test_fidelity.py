@@ -11,7 +11,7 @@ import pytest
 from chunkc.ir.actions import Stream
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("compute-bound", "copy-bound", "update-bound", "with a decision")
+NAMES = ("compute-bound", "copy-bound", "update-bound", "with a decision", "begun", "begun, decision")
 
 
 @pytest.fixture

@@ -104,6 +104,8 @@ def in_one_call(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     the GIL keeps it for milliseconds.
     """
     loops = [call for call in calls if isinstance(call, _LoopCall)]
+    if len(loops) == len(calls) == 1:
+        return partial(loops[0].function, *loops[0].values)
     caller = _loop_caller(len(loops[0].values)) if len(loops) == len(calls) > 1 else None
     if caller is None:
         return partial(_call_each, tuple(calls))

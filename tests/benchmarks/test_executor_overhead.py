@@ -1,0 +1,56 @@
+"""What a step costs the launching thread: counts are the plan's, figures those of the fit."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import chunkc
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import executor_overhead
+
+    yield executor_overhead
+    for name in ("executor_overhead", "updates_beside_launches"):
+        sys.modules.pop(name, None)
+
+
+def test_the_fit_finds_the_figures_that_made_the_times(script: ModuleType) -> None:
+    case = script.CASES[0]
+    counts = [(42, 12, 24), (426, 108, 216), (110, 28, 216), (1864, 144, 72)]
+    rows = [script.Row(case, a, s, p, 500 + 3 * a + 2 * s + 10 * p + 7 * p, 7 * p) for a, s, p in counts]
+    found = script.fit(rows, 2.0, with_torch=False)
+    assert found == pytest.approx(
+        {"action": 3, "segment": 2, "parameter": 10, "step": 500, "largest_error": 0}, abs=1e-3
+    )
+    assert script.fit(rows, 2.0, with_torch=True)["parameter"] == pytest.approx(17, abs=1e-3)
+
+
+def test_a_case_counts_what_its_plan_does(script: ModuleType) -> None:
+    args = script.parse(["--steps", "3", "--warm-up", "2"])
+    plans, plan_of = list[chunkc.Plan](), chunkc.plan_of
+    with pytest.MonkeyPatch.context() as watching:
+        watching.setattr(script.chunkc, "plan_of", lambda model: plans.append(plan_of(model)) or plans[-1])
+        row = script.measure(script.Case(3, 2, 16, 512), args)
+    actions = [action for program in plans[-1].programs if program.is_repeated for action in program.actions]
+    assert (row.num_actions, row.num_params) == (len(actions), 6)
+    assert row.num_segments == len(plans[-1].segments) > 2, "chunks move, so that there is more than one segment"
+    assert row.step_us > row.plain_us > 0
+
+
+def test_updates_are_slowed_by_unbounded_launches_alone(script: ModuleType, tmp_path: Path) -> None:
+    """Of real updates beside a thread that holds the GIL in C, as Inductor's launcher does with a full queue."""
+    import updates_beside_launches
+
+    out = tmp_path / "result.json"
+    updates_beside_launches.main(["--rounds", "3", "--passes", "10", "--least", "0", "--out", str(out)])
+    shares = json.loads(out.read_text())["share_of_speed_alone"]
+    assert shares["beside launches"] > 2 * shares["beside unbounded launches"]
