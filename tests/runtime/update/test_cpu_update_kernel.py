@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,30 @@ def test_the_comparison_of_bits_sees_a_skipped_element() -> None:
 
     assert module._agree(eager, eager, BF16, BF16)
     assert not module._agree(short, eager, BF16, BF16)
+
+
+def test_ranges_of_a_chunk_are_one_call_without_the_gil() -> None:
+    """Short and long ranges, whose loops differ, with coefficients of their own: the bits of each called alone."""
+    loops = [host_kernel(ADAM, BF16, BF16, is_parallel=is_parallel) for is_parallel in (False, True, False)]
+    ranges = [(3, 40), (40, 40 + PARALLEL_NUMEL), (PARALLEL_NUMEL + 50, PARALLEL_NUMEL + 1000)]
+    coefficients = [coefficients_of(HYPER, step) for step in (2, 3, 4)]
+    together, alone = (chunk(PARALLEL_NUMEL + 1009, BF16, BF16) for _ in range(2))
+
+    def calls(tensors: list[Tensor]) -> list[Callable[[], None]]:
+        parts = zip(loops, ranges, coefficients, strict=True)
+        return [loop(tensors[:4], tensors[1:], start, end, own) for loop, (start, end), own in parts]
+
+    call = module.in_one_call(calls(together))
+    assert isinstance(call, partial) and call.func is module._loop_caller(len(calls(together)[0].values))  # type: ignore[attr-defined]
+    call()
+    for one in calls(alone):
+        one()
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    assert not torch.equal(alone[1], chunk(PARALLEL_NUMEL + 1009, BF16, BF16)[1])
+
+
+def test_calls_that_are_no_loops_are_made_in_turn() -> None:
+    called = list[int]()
+    module.in_one_call([partial(called.append, 1), partial(called.append, 2)])()
+    module.in_one_call([])()
+    assert called == [1, 2]
