@@ -1,4 +1,4 @@
-"""What a step costs the launching thread: microseconds per action, per segment and per parameter.
+"""Cost of a step on the launching thread: microseconds per action, per segment and per parameter.
 
 Small models train on a device whose work takes no time: segments return memory without computing, updates do
 nothing, and CUDA, behind the real code of its streams, is a double that carries copies out at once. What is left of the
@@ -200,7 +200,7 @@ class Layers(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """What a step of one case has, and medians of the launching thread's processor time.
+    """Counts of one case's step, and medians of the launching thread's processor time.
 
     ``plain_us``: of the forward and backward under torch.compile alone.
     """
@@ -279,7 +279,7 @@ def _train(case: Case, nbytes: int, args: argparse.Namespace) -> tuple[chunkc.Pl
 
 
 def _train_plain(case: Case, args: argparse.Namespace) -> list[float]:
-    """Seconds of each forward and backward under torch.compile alone, with gradients taken away as in training."""
+    """Seconds of each forward and backward under torch.compile alone."""
     torch._dynamo.reset()
     model, x = Layers(case).to(torch.bfloat16), torch.randn(2, case.width, dtype=torch.bfloat16)
     backend = aot_autograd(fw_compiler=_instant_graph, bw_compiler=_instant_graph)
@@ -320,7 +320,7 @@ def machine(kind: str, device_nbytes: int) -> tuple[chunkc.Hardware, object]:
     """The machine and its device, which lives as long as the object returned."""
     if kind == "emulated":
         return device_for(replace(chunkc.Hardware.of("emulated-1g-1g"), gpu_memory_nbytes=device_nbytes))
-    gpu = PresentGpu(index=0, gpu="h200", memory_nbytes=32 * GIB, capability=(9, 0))
+    gpu = PresentGpu(index=63, gpu="h200", memory_nbytes=32 * GIB, capability=(9, 0))
     hw = replace(chunkc.Hardware.parse("h200-1g-1g"), gpu_memory_nbytes=max(device_nbytes, 2 * GIB + 1))
     return device_for(hw, lambda: gpu, lambda _: InstantCuda())
 
@@ -339,7 +339,7 @@ def instant_work() -> Iterator[None]:
 
 
 def segment_us() -> float:
-    """Microseconds that the executor takes to give a segment 6 values and 6 payloads and to take 6 values from it."""
+    """Microseconds to give a segment 6 values and 6 payloads, and to take 6 values from it."""
     inputs = tuple(f"value_{i // 2}" if i % 2 == 0 else f"param_{i // 2}" for i in range(12))
     outputs, params = tuple(f"output_{i}" for i in range(6)), tuple((2 * i + 1, i) for i in range(6))
     segment, env = SegmentValues(inputs, params, outputs, dies=(0, 4, 8)), RunEnvironment()
@@ -356,7 +356,7 @@ def segment_us() -> float:
 
 
 def fit(rows: Sequence[Row], segment: float, *, with_torch: bool) -> dict[str, float]:
-    """Microseconds per action and parameter where a ``segment`` takes so many, and what a step costs beside them."""
+    """Microseconds per action and parameter where a ``segment`` takes so many, and per step."""
     counts = np.array([[r.num_actions, r.num_params, 1] for r in rows], dtype=float)
     times_us = np.array([r.step_us - r.num_segments * segment - (0.0 if with_torch else r.plain_us) for r in rows])
     (action, parameter, step), *_ = np.linalg.lstsq(counts / times_us[:, None], np.ones(len(rows)), rcond=None)

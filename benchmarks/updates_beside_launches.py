@@ -1,4 +1,4 @@
-"""Updates on the host beside a thread that launches kernels as Inductor does: their speed, by that of updates alone.
+"""Speed of updates on the host beside a thread that launches kernels as Inductor does.
 
 On a GPU, launching a kernel while some 1,000 are pending blocks until one has ended, and Inductor's launcher holds the
 GIL meanwhile. Here the GPU is a clock: kernels of a segment end one after the other, and a launch beyond the queue's
@@ -84,7 +84,7 @@ class ClockedGpu(InstantCuda):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the kinds in turn, and write the result; exit code 1 where updates are slower than ``--least``."""
+    """Measure the kinds in turn, and write the result; 1 where updates are slower than ``--least``."""
     args = parse(argv)
     updates = [make_update(args.numel, seed) for seed in range(args.chunks)]
     for number in (1, 2):  # states begin at the first step, and what is called is made at the second

@@ -59,6 +59,7 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "compiles_here",
+    "copy_each",
     "current_backward",
     "dynamo_example",
     "dynamo_value",
@@ -143,8 +144,13 @@ def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
     return lambda: reference() is not None
 
 
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target, by few kernels on a GPU; at least one."""
+    torch._foreach_copy_(targets, sources)
+
+
 def num_references(tensor: torch.Tensor) -> int:
-    """References to a tensor; those of the call count too, as many as with any tensor called for at this place."""
+    """References to a tensor, with those of the call: as many for any tensor asked for at this place."""
     return sys.getrefcount(tensor)
 
 

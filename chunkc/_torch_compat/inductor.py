@@ -91,19 +91,23 @@ def inductor_loop(
         with torch._guards.tracing(context), torch._inductor.config.patch(_loop_settings(is_parallel)):
             compiled = _with_any_vectors(lambda: compile_fx_inner(copy.deepcopy(graph), fakes))
     except (RuntimeError, OSError) as error:
-        raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
+        raise LoopUnavailable(f"Inductor cannot compile here ({_first_line(error)})") from error
     return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
 
 
 def cpp_library(source: str) -> ctypes.CDLL:
-    """Compile C++ to a shared library by Inductor's compiler and cache; LoopUnavailable without a compiler."""
+    """Compile C++ to a shared library by Inductor's compiler and cache, or LoopUnavailable."""
     from torch._inductor.codecache import CppCodeCache
 
     try:
-        library = CppCodeCache.load(source)
+        library = _with_any_vectors(lambda: CppCodeCache.load(source))
     except (RuntimeError, OSError) as error:
-        raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
+        raise LoopUnavailable(f"Inductor cannot compile here ({_first_line(error)})") from error
     return ctypes.CDLL(library._name)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:

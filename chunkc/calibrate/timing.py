@@ -19,7 +19,7 @@ from typing import Final
 
 from chunkc.calibrate.activities import Activity, nothing
 from chunkc.ir.actions import Stream
-from chunkc.runtime.devices.protocol import Device, Event
+from chunkc.runtime.devices.protocol import Device, Event, PlannedLaunch
 
 _QUEUED: Final = 2  # pieces that a background launches ahead
 _MAX_PIECES: Final = 256
@@ -76,7 +76,7 @@ class Timer:
             return self.time_us(activity, length)
 
     def launch_us(self, stream: Stream) -> float:
-        """Host time of one launch on ``stream``; the end of the work is not waited for."""
+        """Host time of one launch on ``stream`` among those of a program, without the end of the work."""
         return min(self._launches_us(stream) for _ in range(self.num_batches))
 
     def handoff_us(self) -> float:
@@ -91,12 +91,12 @@ class Timer:
         return (self.clock_ns() - start_ns) / 1e3 / num_pieces
 
     def _launches_us(self, stream: Stream) -> float:
-        empty = nothing(stream)
+        launches = [PlannedLaunch(str(number), "nothing", stream, ()) for number in range(_EMPTY_PIECES)]
+        works, events = nothing(stream).works * _EMPTY_PIECES, dict[str, Event]()
         start_ns = self.clock_ns()
-        for index in range(_EMPTY_PIECES):
-            last = empty.launch(self.device, index)
+        self.device.launch_all(launches, works, events)
         nanoseconds = self.clock_ns() - start_ns
-        last.wait()
+        events[launches[-1].label].wait()
         return nanoseconds / 1e3 / _EMPTY_PIECES
 
     def _chain_us(self) -> float:

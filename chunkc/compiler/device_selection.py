@@ -166,14 +166,14 @@ def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ra
 
 
 def update_cores(device: SharedDevice, ranks: Ranks) -> HostCores | None:
-    """The cores on which this rank's updates run: own ones beside other ranks, some of all beside a GPU; else None.
+    """The cores on which this rank's updates run; None: PyTorch's threads on any. Collective.
 
-    Collective.
+    Beside other ranks they are its own; beside a GPU some are left to the launching threads.
     """
     cores = own_cores(ranks) if ranks.size > 1 else None
     if not isinstance(device, SharedCuda):
         return cores  # the emulated device computes on them too
-    return leaving_launcher(cores or HostCores(tuple(usable_cores()), is_bound=False))
+    return leaving_launcher(cores)
 
 
 def count_libraries(device: SharedDevice) -> None:

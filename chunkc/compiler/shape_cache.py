@@ -212,13 +212,13 @@ def entry_maker(model: nn.Module, compile_graph: Callable[..., Any], *, breaks: 
 
 
 def _is_of_parameter(source: str, value: Any, kind: str) -> bool:
-    """Whether a guard asks what stays as it is while the model holds the same parameter (`CompiledModel`).
+    """Whether a guard asks what other guards of the same parameter tell already.
 
-    What a user can change of a parameter are its requirement of gradients and, by moving it, its metadata: these are
-    those of the tensor's own guard.
+    The guard on its tensor also asks for its type, and that on its metadata tells which parameter it is: of which the
+    shell, and what flattening gives, stay as they are.
     """
     if isinstance(value, ManagedTensor):
-        return kind != "TENSOR_MATCH"
+        return kind == "TYPE_MATCH"
     return isinstance(value, Shell) or "__tensor_flatten__" in source
 
 

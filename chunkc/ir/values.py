@@ -43,7 +43,7 @@ class GraphValues:
     last_use: Mapping[str, int]
 
     def slots(self) -> dict[str, int]:
-        """A number for every value: inputs in their order, then the outputs of each segment, one behind the other.
+        """A number for every value: inputs in their order, then the outputs of each segment.
 
         Raises:
             PlanError: when a name stands for two values.

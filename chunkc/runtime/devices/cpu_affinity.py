@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
 
 from chunkc.distributed.process_group import Ranks
@@ -61,10 +62,18 @@ class HostCores:
             )
 
 
-def leaving_launcher(cores: HostCores) -> HostCores:
-    """``cores`` but for those of the thread that launches and of autograd's, where most are left."""
-    ids = cores.ids[:-NUM_LAUNCHER_CORES] if len(cores.ids) >= 2 * NUM_LAUNCHER_CORES else cores.ids
-    return HostCores(ids, cores.is_bound)
+def leaving_launcher(cores: HostCores | None) -> HostCores | None:
+    """``cores``, or all where these are None, but for those of the thread that launches and of autograd's.
+
+    Two are left where that is at most half. No more than PyTorch's number of threads are used; None: these threads, on
+    any cores.
+    """
+    ids, num_threads = tuple(usable_cores()) if cores is None else cores.ids, torch.get_num_threads()
+    num_cores = min(len(ids), psutil.cpu_count(logical=False) or len(ids)) if cores is None else len(ids)
+    num_used = num_cores - NUM_LAUNCHER_CORES if num_cores >= 2 * NUM_LAUNCHER_CORES else num_cores
+    if cores is None:
+        return None if num_threads <= num_used else HostCores(ids[:num_used], is_bound=False)
+    return HostCores(ids[:num_used], cores.is_bound)
 
 
 def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:

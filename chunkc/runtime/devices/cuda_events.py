@@ -75,7 +75,7 @@ class CudaWork:
 
 
 def handles_of(waits: Sequence[CudaEvent | Completion], key: int) -> list[Any] | None:
-    """The API's events that the stream of ``key`` waits for; None where one of ``waits`` is held back or failed."""
+    """The API's events that the stream of ``key`` waits for; None where one is held back or failed."""
     handles = []
     for event in waits:
         if isinstance(event, CudaEvent):

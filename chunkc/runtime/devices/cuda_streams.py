@@ -66,6 +66,15 @@ MAX_SEGMENTS_UNDER_WAY: Final = 4
 """Segments launched and not finished while the worker updates: enough to keep the device busy, few kernels pending."""
 
 
+def _num_references_of_one_name() -> int:
+    event = object()
+    return getrefcount(event)
+
+
+_NUM_REFERENCES_OF_ONE_NAME: Final = _num_references_of_one_name()
+"""What ``getrefcount`` says of an object that one local name alone holds: other versions of Python count others."""
+
+
 class _ThreadState(threading.local):
     """State of one launching thread: the latest ``synchronize`` behind which it has put the side streams."""
 
@@ -111,13 +120,11 @@ class CudaStreams:
         return self._launch(stream, label, cast(Sequence[CudaEvent | Completion], waits), work)
 
     def launch_all(self, launches: Sequence[PlannedLaunch], works: Sequence[Work], events: dict[str, Event]) -> None:
-        """Launch works by their plan, as `Device.launch_all` says; what nothing holds back is enqueued right here."""
+        """Launch works as `Device.launch_all` says; what nothing holds back is enqueued right here."""
         self.check_usable()
         is_plain = not self._settings.synchronous and not self._has_delays and not is_profiling()
         api, failures, (held_0, held_1, held_2) = self._api, self.failures, self._held.values()
         known = cast(dict[str, CudaEvent | Completion], events)
-        probe = self._new_event(0)
-        num_alone = getrefcount(probe)
         with self._lock:
             self._follow_latest()
             followed, current = self._latest_synchronize, self._current()
@@ -125,7 +132,7 @@ class CudaStreams:
             for planned, work in zip(launches, works, strict=True):
                 waits = [known[label] for label in planned.waits if label in known]
                 event = known.pop(planned.label, None)
-                if not isinstance(event, CudaEvent) or getrefcount(event) != num_alone:
+                if not isinstance(event, CudaEvent) or getrefcount(event) > _NUM_REFERENCES_OF_ONE_NAME:
                     event = None
                 target, key = targets[planned.stream]
                 if planned.is_segment:
@@ -134,12 +141,12 @@ class CudaStreams:
                 handles = None if is_held or target is None or not is_plain else handles_of(waits, key)
                 if handles is None or failures.unreported is not None:
                     known[planned.label] = self._launch(planned.stream, planned.text, waits, work, event)
-                    followed = self._latest_synchronize
+                    followed = self._thread_state.followed
                 else:
-                    for handle in handles:
-                        api.wait_event(target, handle)
                     event = self._new_event(key) if event is None else event
                     try:
+                        for handle in handles:
+                            api.wait_event(target, handle)
                         api.run(target, work)
                         event.handle, event.key = api.record(target, event.handle), key
                     except BaseException as error:
@@ -166,6 +173,8 @@ class CudaStreams:
         self.num_synchronizes += 1
         self._latest_synchronize = object()
         self._workers.join()
+        self._segments.clear()
+        self._latest_on_host = None
         try:
             for key in self._held:
                 self._enqueue_held(key)
@@ -179,6 +188,7 @@ class CudaStreams:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was launched and stop the worker; idempotent, without effect in a forked child."""
+        self._segments.clear()
         if self._workers.close(timeout_s):
             for held in self._held.values():
                 held.clear()  # nobody is left to ask for it

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from chunkc._torch_compat.core import copy_each
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Program
@@ -220,7 +221,7 @@ def running(
     slots: Mapping[str, int],
     sample: Work,
 ) -> Work:
-    """Run a segment on values of ``env``, by ``slots``, and ``payloads``, by position; then ``sample`` memory."""
+    """Run a segment on values of ``env``, by ``slots``, and ``payloads``, by position; then ``sample``."""
     is_payload = {i for i, _ in payloads}
     taken = [(i, slots[name]) for i, name in enumerate(segment.inputs) if i not in is_payload]
     dying = [slot for i, slot in taken if i in segment.dies]
@@ -266,12 +267,13 @@ def stashing(landings: Sequence[Landing], env: RunEnvironment, share: float, *, 
     """Put gradients, times ``share``, where they land, or add them there to those that were accumulated."""
 
     targets, slots = [landing.target for landing in landings], [landing.slot for landing in landings]
-    is_copy = share == 1.0 and not adds and all(landing.is_last and landing.order is None for landing in landings)
+    is_whole = bool(landings) and all(landing.is_last and landing.order is None for landing in landings)
+    is_copy = is_whole and share == 1.0 and not adds
 
     def stash() -> None:
         values = env.values
         if is_copy and not env.withheld:
-            torch._foreach_copy_(targets, [values[slot] for slot in slots])
+            copy_each(targets, [values[slot] for slot in slots])
             for slot in slots:
                 values[slot] = None
             return

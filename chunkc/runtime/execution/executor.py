@@ -274,7 +274,8 @@ class Executor:
             else:
                 launch_each(self._paced_launch, program.launches, works, events)
         except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(program.planned, program.num_launched(events), error) from error
+            position = min(program.num_launched(events), len(program.actions) - 1)
+            raise self._out_of_memory(program.planned, position, error) from error
         finally:
             if self.trace is not None:
                 self.trace.extend(launch.text for launch in program.launches[: program.num_launched(events)])

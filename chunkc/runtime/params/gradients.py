@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 import torch
 from torch import nn
 
-from chunkc._torch_compat.core import num_references, num_references_of_one_name, use_count
+from chunkc._torch_compat.core import num_references, num_references_of_one_name
 from chunkc.runtime.params.managed_tensor import ManagedTensor, ValueStore, inner_of
 from chunkc.runtime.update.loss_scale import LossScale, multiply
 
@@ -183,7 +183,7 @@ class Gradients:
                 continue  # one tensor, to which each backward adds
             self._stamps[index] = self.stamp
             handle = self._handles.pop(index, None)
-            if handle is not None and num_references(handle) == num_own and use_count(handle) == 1:
+            if handle is not None and num_references(handle) == num_own and handle.is_renewable():
                 handle.renew(store, self.stamp)
             else:
                 handle = self._new_handle(store, index)

@@ -16,14 +16,15 @@ What goes around operators (addresses, storages, sharing) is refused by name; Nu
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Final, Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
 
-from chunkc._torch_compat.core import graph_break, hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
+from chunkc._torch_compat.core import graph_break, hidden_from_dynamo, is_capturing, pytree, use_count, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.runtime.params.shell import Shell
 
@@ -60,6 +61,9 @@ def _refusing(access: str) -> Any:
     return refuse
 
 
+_NUM_ATTRIBUTES: Final = 5
+
+
 class ManagedTensor(torch.Tensor):
     """A parameter (or its gradient) whose payload a chunk holds. See the module docstring."""
 
@@ -83,6 +87,11 @@ class ManagedTensor(torch.Tensor):
 
     def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0) -> None:
         """Nothing: keeps ``Tensor.__init__`` from seeing the arguments of ``__new__``."""
+
+    def is_renewable(self) -> bool:
+        """Whether nothing but one Python object holds it, and it has nothing that its user gave it."""
+        is_as_made = len(vars(self)) == _NUM_ATTRIBUTES and not self.requires_grad
+        return is_as_made and use_count(self) == 1 and not weakref.getweakrefcount(self)
 
     def renew(self, runtime: ValueStore, stamp: int) -> None:
         """Show the gradient of a later backward from now on."""

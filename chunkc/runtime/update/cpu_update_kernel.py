@@ -106,7 +106,8 @@ def in_one_call(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     loops = [call for call in calls if isinstance(call, _LoopCall)]
     if len(loops) == len(calls) == 1:
         return partial(loops[0].function, *loops[0].values)
-    caller = _loop_caller(len(loops[0].values)) if len(loops) == len(calls) > 1 else None
+    num_values = {len(loop.values) for loop in loops}
+    caller = _loop_caller(*num_values) if len(loops) == len(calls) and len(num_values) == 1 else None
     if caller is None:
         return partial(_call_each, tuple(calls))
     functions = [ctypes.cast(loop.function, ctypes.c_void_p).value or 0 for loop in loops]
