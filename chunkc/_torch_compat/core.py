@@ -59,7 +59,6 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "compiles_here",
-    "copy_each",
     "current_backward",
     "dynamo_example",
     "dynamo_value",
@@ -144,20 +143,15 @@ def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
     return lambda: reference() is not None
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, by few kernels on a GPU; at least one."""
-    torch._foreach_copy_(targets, sources)
-
-
-def num_references(tensor: torch.Tensor) -> int:
-    """References to a tensor, with those of the call: as many for any tensor asked for at this place."""
-    return sys.getrefcount(tensor)
+def num_references(held: object) -> int:
+    """References to an object, with those of the call: as many for any object asked for at this place."""
+    return sys.getrefcount(held)
 
 
 def num_references_of_one_name() -> int:
-    """`num_references` of a tensor that one local name alone holds: more where Dynamo watches calls."""
-    tensor = torch.empty(0)
-    return num_references(tensor)
+    """`num_references` of an object that one local name alone holds: more where Dynamo watches calls."""
+    held = object()
+    return num_references(held)
 
 
 use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)

@@ -65,8 +65,7 @@ class HostCores:
 def leaving_launcher(cores: HostCores | None) -> HostCores | None:
     """``cores``, or all where these are None, but for those of the thread that launches and of autograd's.
 
-    Two are left where that is at most half. No more than PyTorch's number of threads are used; None: these threads, on
-    any cores.
+    Two are left where that is at most half. Returns None where these are None and PyTorch has so few threads already.
     """
     ids, num_threads = tuple(usable_cores()) if cores is None else cores.ids, torch.get_num_threads()
     num_cores = min(len(ids), psutil.cpu_count(logical=False) or len(ids)) if cores is None else len(ids)

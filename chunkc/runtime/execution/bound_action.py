@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chunkc._torch_compat.core import copy_each
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Program
@@ -238,6 +237,7 @@ def running(
         for slot in dying:
             values[slot] = None
         made = run(args)
+        del args  # what dies here is no longer in memory when it is sampled
         if len(made) != num_outputs:
             raise PlanError(f"a segment made {len(made)} values instead of {num_outputs}")
         values[first:end] = made
@@ -266,17 +266,8 @@ class Landing(NamedTuple):
 def stashing(landings: Sequence[Landing], env: RunEnvironment, share: float, *, adds: bool) -> Work:
     """Put gradients, times ``share``, where they land, or add them there to those that were accumulated."""
 
-    targets, slots = [landing.target for landing in landings], [landing.slot for landing in landings]
-    is_whole = bool(landings) and all(landing.is_last and landing.order is None for landing in landings)
-    is_copy = is_whole and share == 1.0 and not adds
-
     def stash() -> None:
         values = env.values
-        if is_copy and not env.withheld:
-            copy_each(targets, [values[slot] for slot in slots])
-            for slot in slots:
-                values[slot] = None
-            return
         for param, slot, is_last, target, order, part in landings:
             gradient = values[slot]
             if is_last:
