@@ -21,7 +21,15 @@ import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
-from chunkc.runtime.devices.cpu_affinity import HostCores, divided, numa_nodes, own_cores, usable_cores
+from chunkc.runtime.devices import cpu_affinity
+from chunkc.runtime.devices.cpu_affinity import (
+    HostCores,
+    divided,
+    leaving_launcher,
+    numa_nodes,
+    own_cores,
+    usable_cores,
+)
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.debug_settings import DebugSettings
@@ -352,3 +360,30 @@ def test_ranks_under_torchrun_divide_the_machine() -> None:
 
 if __name__ == "__main__":
     tell_threads()
+
+
+# --- cores of the launching threads ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_physical", "num_threads", "num_used"),
+    [(16, 16, 16, 14), (128, 64, 64, 62), (4, 4, 4, 2), (3, 3, 3, None), (16, 16, 8, None), (16, None, 16, 14)],
+    ids=["server", "two threads a core", "least", "too few to leave any", "told to take fewer", "unknown processor"],
+)
+def test_cores_are_left_to_the_launching_threads(
+    num_cores: int,
+    num_physical: int | None,
+    num_threads: int,
+    num_used: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_affinity, "usable_cores", lambda: list(range(num_cores)))
+    monkeypatch.setattr(cpu_affinity.psutil, "cpu_count", lambda logical: num_physical)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    wanted = None if num_used is None else HostCores(tuple(range(num_used)), is_bound=False)
+    assert leaving_launcher(None) == wanted
+
+
+def test_ranks_leave_cores_of_their_own() -> None:
+    assert leaving_launcher(HostCores((8, 9, 10, 11, 12), True)) == HostCores((8, 9, 10), True)
+    assert leaving_launcher(HostCores((8, 9, 10), False)) == HostCores((8, 9, 10), False)

@@ -185,3 +185,53 @@ def test_an_event_that_only_a_held_launch_or_the_worker_holds_is_not_used_again(
     streams.synchronize()
     assert ran == ["update", "fetch"]
     streams.close()
+
+
+@pytest.mark.parametrize(("is_worker_busy", "num_waits"), [(True, 2), (False, 0)])
+def test_few_segments_are_under_way_while_the_worker_is_busy(is_worker_busy: bool, num_waits: int) -> None:
+    api, hold = FakeCuda(), threading.Event()
+    api.is_done = lambda event: False  # type: ignore[method-assign]
+    streams, events = CudaStreams("fake", api, DebugSettings()), dict[str, Event]()
+    if is_worker_busy:
+        streams.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
+    segments = [PlannedLaunch(f"f{i}", f"run fwd.{i}", Stream.COMPUTE, (), is_segment=True) for i in range(6)]
+    streams.launch_all(segments, [nothing] * 6, events)
+    waited = [call.value for call in api.calls if call.kind == "host waits"]
+    assert waited == [events[f"f{i}"].handle.number for i in range(num_waits)]  # type: ignore[attr-defined]
+    hold.set()
+    streams.synchronize()
+    streams.close()
+
+
+def test_side_streams_follow_what_was_joined_in_the_middle_of_a_program() -> None:
+    """Whatever is launched first behind a ``synchronize``, which a finalizer may call anywhere."""
+    api = FakeCuda()
+    streams, events = CudaStreams("fake", api, DebugSettings()), dict[str, Event]()
+    program = [
+        PlannedLaunch("f0", "run fwd.0", Stream.COMPUTE, ()),
+        PlannedLaunch("f1", "update c0", Stream.CPU, ()),
+        PlannedLaunch("f2", "fetch c0 -> d0", Stream.H2D, ()),
+    ]
+    streams.launch_all(program, [streams.synchronize, nothing, nothing], events)
+    joined = max(number for number, call in enumerate(api.calls) if call.kind == "synchronize")
+    behind = [call.kind for call in api.calls[joined:] if call.kind in ("wait event", "run")]
+    assert behind == ["wait event"] * 3 + ["run"], "all side streams, before the fetch"
+    streams.close()
+
+
+def test_a_wait_that_fails_says_where() -> None:
+    api = FakeCuda(runs=False)
+    streams, events = CudaStreams("fake", api, DebugSettings()), dict[str, Event]()
+    program = [
+        PlannedLaunch("f0", "run fwd.0", Stream.COMPUTE, ()),
+        PlannedLaunch("f1", "evict c3", Stream.D2H, ("f0",)),
+    ]
+
+    def broken(stream: FakeStream, event: FakeEvent) -> None:
+        raise RuntimeError("CUDA error")
+
+    streams.launch_all(program[:1], [nothing], events)
+    api.wait_event = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as raised:
+        streams.launch_all(program[1:], [nothing], events)
+    assert raised.value.__notes__ == ["in evict c3 on stream d2h of fake"]
