@@ -21,12 +21,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
+from step_bounds import Step
 from tabulate import tabulate
 
 from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.cli.advice import shortfall
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Stream
 from chunkc.report.timeline import Timeline, duration
 from chunkc.scenarios.models import NAMES, built_in
 from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
@@ -52,16 +52,16 @@ DECIDED_ABOVE: Final = 0.10
 class Row:
     """One model on one machine; times in milliseconds, of the systems that fit.
 
-    ``chunkc`` is the slowest of the ranks that were simulated, ``decided`` the first rank of a plan whose updates wait
-    for a decision; the shortages say what misses where there is none.
+    ``own`` is the slowest of the ranks that were simulated, ``decided`` the first rank of a plan whose updates wait for
+    a decision; the shortages say what misses where there is none.
     """
 
     hw: str
     model: str
-    chunkc: Timeline | None
+    own: Step | None
     shortage: str
     others_ms: Mapping[str, float]
-    decided: Timeline | None = None
+    decided: Step | None = None
     decided_shortage: str = ""
 
     @property
@@ -74,23 +74,7 @@ class Row:
         """Whether no modelled system is faster, rounding apart; also where none fits."""
         if self.best_other is None:
             return True
-        return self.chunkc is not None and self.chunkc.step_ms <= self.others_ms[self.best_other] * (1 + ROUNDING)
-
-
-def bounds_of(timeline: Timeline) -> dict[str, float]:
-    """Milliseconds that each stream's work takes alone, by what it does."""
-    streams = {
-        "compute": (Stream.COMPUTE,),
-        "copies": (Stream.H2D, Stream.D2H),
-        "collectives": (Stream.COMM,),
-        "updates": (Stream.CPU,),
-    }
-    return {name: max(timeline.stream(s).alone_ms for s in found) for name, found in streams.items()}
-
-
-def excess_of(timeline: Timeline) -> float:
-    """Share by which the step is longer than the work of its busiest stream."""
-    return timeline.step_ms / max(bounds_of(timeline).values()) - 1
+        return self.own is not None and self.own.timeline.step_ms <= self.others_ms[self.best_other] * (1 + ROUNDING)
 
 
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
@@ -101,9 +85,14 @@ def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scen
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
     return Row(
-        *(str(hw), model, answer.timeline, shortage_of(answer), others),
-        *(decided.timeline, shortage_of(decided)),
+        *(str(hw), model, step_of(answer, hw), shortage_of(answer), others),
+        *(step_of(decided, hw), shortage_of(decided)),
     )
+
+
+def step_of(answer: Answer, hw: Hardware) -> Step | None:
+    """The simulated step, None where nothing fits."""
+    return None if answer.plan is None or answer.timeline is None else Step.of(answer.timeline, answer.plan, hw)
 
 
 def shortage_of(answer: Answer) -> str:
@@ -136,24 +125,23 @@ def cells_of(row: Row) -> tuple[str, ...]:
     """One line of the table."""
     best = row.best_other
     other = "none fits" if best is None else f"{duration(row.others_ms[best])} ({best})"
-    timeline = row.chunkc
-    if timeline is None:
+    if row.own is None:
         return (row.model, row.shortage or "not simulated", other, "", "", "", "", "")
+    own, timeline = row.own, row.own.timeline
     speedup = "" if best is None else f"{row.others_ms[best] / timeline.step_ms:.2f}"
-    bounds = bounds_of(timeline)
-    largest = max(bounds, key=bounds.__getitem__)
-    excess = excess_of(timeline)
-    why = waits_of(timeline) if excess > EXPLAIN_ABOVE else ""
-    bound = f"{duration(bounds[largest])} ({largest})"
+    why = waits_of(timeline) if own.excess > EXPLAIN_ABOVE else ""
+    bound = f"{duration(own.bounds_ms[own.largest_bound])} ({own.largest_bound})"
     decided = row.decided_shortage if row.decided is None else decided_cell(row.decided)
-    return (row.model, step_and_rate(timeline), other, speedup, bound, f"{excess:+.0%}", why, decided)
+    return (row.model, step_and_rate(timeline), other, speedup, bound, f"{own.excess:+.1%}", why, decided)
 
 
-def decided_cell(timeline: Timeline) -> str:
-    """Time of a step, TFLOPS, and how much longer it is than the work of its busiest stream."""
-    excess = excess_of(timeline)
-    why = f": {waits_of(timeline)}" if excess > DECIDED_ABOVE else ""
-    return f"{step_and_rate(timeline)}, {excess:+.0%}{why}"
+def decided_cell(step: Step) -> str:
+    """Time of a step, TFLOPS, how much longer it is than its largest bound; beyond a tenth also why."""
+    why = ""
+    if step.excess > DECIDED_ABOVE:
+        homes = f"{step.num_second_homes} of {step.num_updated_below} chunks have a second home"
+        why = f": {waits_of(step.timeline)}; {homes}"
+    return f"{step_and_rate(step.timeline)}, {step.excess:+.1%}{why}"
 
 
 def step_and_rate(timeline: Timeline) -> str:
@@ -170,12 +158,12 @@ HEADINGS: Final = (
 
 def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
     """The text of docs/comparison.md."""
-    planned = [row for row in rows if row.chunkc is not None]
+    planned = [row for row in rows if row.own is not None]
     contested = [row for row in rows if row.others_ms]
     won = [row for row in contested if row.is_fastest]
     only = [row for row in planned if not row.others_ms]
     decided = [row.decided for row in rows if row.decided is not None]
-    close = [timeline for timeline in decided if excess_of(timeline) <= DECIDED_ABOVE]
+    close = [step for step in decided if step.excess <= DECIDED_ABOVE]
     parts = [
         "# Plans beside other systems",
         "",
@@ -190,10 +178,14 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",
-        f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than the work of its",
-        f"busiest stream, and so does the last figure with a decision. From {EXPLAIN_ABOVE:.0%} on, or",
-        f"{DECIDED_ABOVE:.0%} with a decision, the critical path says where the step goes. Of {len(decided)} plans",
-        f"with a decision, {len(close)} are within {DECIDED_ABOVE:.0%}.",
+        f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than its largest bound,",
+        "and so does the last figure with a decision. A bound is the work of one stream, or the *exchange* of one",
+        "parameter: from the first operator that reads it to the one that makes its gradient, then reduction, update",
+        f"and gathering. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a decision, the critical path says "
+        "where the step goes, and",
+        "with a decision also how many of the chunks that are updated on the host have a second home: as many as host",
+        f"memory holds, or as make the step faster. Of {len(decided)} plans with a decision, {len(close)} are within "
+        f"{DECIDED_ABOVE:.0%}.",
         "",
         "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",
     ]

@@ -1,0 +1,66 @@
+"""Lower bounds of a step: the chain by hand, and no simulated step below any of them."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from costs import RATES, rates, with_work
+from schedules import chain, op, param, planned, planned_somewhere, schedule, target
+
+from chunkc.cost.simulate import simulate_with
+from chunkc.passes import PlanOptions
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        import step_bounds
+
+        yield step_bounds
+        sys.modules.pop("step_bounds", None)
+
+
+def test_the_chain_through_the_first_layer_by_hand(script: ModuleType) -> None:
+    plan = with_work(planned_somewhere(chain(6, 512), target(2048, world_size=2), PlanOptions()).plan, {})
+    assert [s.reads for s in plan.segments if s.graph == "forward"] == [(i,) for i in range(6)]
+    # of 512 elements a rank receives 1024 bytes, in 4 ms, and updates 256, in 4 ms on the device, 8 ms on the host
+    assert script.exchange_ms(plan, RATES) == pytest.approx(4 + 4 + 4)
+    assert script.exchange_ms(with_work(plan, 3), RATES) == pytest.approx(4 + 4 + 4 + 3 * 12)
+    slow_device = rates(gpu_update_gparam_per_s={"float32": 1e-6})
+    assert script.exchange_ms(plan, slow_device) == pytest.approx(4 + 8 + 4)
+
+
+@pytest.mark.parametrize(("large", "longest_ms"), [(1024, 10 + 8 + 8 + 8), (512, 12 + 4 + 4 + 4)])
+def test_only_operators_between_reader_and_maker_count(script: ModuleType, large: int, longest_ms: float) -> None:
+    """Work of 1 ms each; the parameter of ``large`` elements is read second, and its gradient made next to last."""
+    params = [param(f"layers.{i}.weight", large if i == 1 else 512) for i in range(6)]
+    layers = range(6)
+    found = schedule(params, [op([i]) for i in layers], [op([i], [i]) for i in reversed(layers)])
+    plan = planned_somewhere(found, target(2048, world_size=2), PlanOptions(chunk_numel=256)).plan
+    assert [s.reads for s in plan.segments if s.graph == "forward"] == [(i,) for i in layers]
+    assert script.exchange_ms(with_work(plan, 1), RATES) == pytest.approx(longest_ms)
+
+
+def test_one_rank_exchanges_nothing(script: ModuleType) -> None:
+    assert script.exchange_ms(planned(chain(4), target()).plan, RATES) == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("device", [2048, 16384, 1 << 20])
+def test_no_step_is_below_a_bound(script: ModuleType, world_size: int, device: int) -> None:
+    found = planned_somewhere(chain(6, 512), target(device, world_size=world_size), PlanOptions())
+    plan = with_work(found.plan, 2)
+    timeline = simulate_with(plan, RATES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "cost_rates", lambda hw: RATES)
+        step = script.Step.of(timeline, plan, None)
+    assert step.excess >= -1e-9 and step.bounds_ms[step.largest_bound] == max(step.bounds_ms.values())
+    assert (step.bounds_ms["exchange"] > 0) is (world_size > 1)
+    assert step.num_second_homes <= step.num_updated_below <= len(plan.layout.chunks)
+    assert script.Step(replace(timeline, step_ms=2.0), {"compute": 1.0}).excess == 1.0
