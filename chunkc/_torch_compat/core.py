@@ -193,6 +193,9 @@ def without_guards(is_checked: Callable[[str, Any, str], bool]) -> dict[str, Any
     """
 
     def keep(guards: Sequence[Any]) -> list[bool]:
+        for guard in guards:  # built again now, it may find another object, as behind a property, and refuse that
+            built = guard.orig_guard
+            built.obj_weakref = built.guarded_class_weakref = built.guard_types = built.code_list = None
         return [not is_checked(g.name, g.value if g.has_value else None, g.guard_type) for g in guards]
 
     return {"guard_filter_fn": keep}

@@ -12,10 +12,14 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from torch import nn
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import LocalSource
+from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import counters
+from torch._guards import Guard
 
 import chunkc
-from chunkc._torch_compat.core import capture_settings, outlives
+from chunkc._torch_compat.core import capture_settings, outlives, without_guards
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.emulated import EmulatedDevice
@@ -131,3 +135,22 @@ def test_memory_outlives_all_objects_of_python_over_it() -> None:
     total.backward()
     del view
     assert not is_saved() and not is_viewed()
+
+
+class _Found:
+    """An object that a guard found."""
+
+
+def test_a_guard_that_is_built_again_may_find_another_object() -> None:
+    """Guards are built twice where some are left out, and a property may give a new object each time."""
+    first, second = _Found(), _Found()
+    guards = [Guard(LocalSource(name), GuardBuilder.TYPE_MATCH) for name in ("x", "y")]
+    for guard in guards:
+        guard.set_export_info("TYPE_MATCH", None, ["built once"], weakref.ref(first))
+    with pytest.raises(AssertionError, match="must be identical"):
+        guards[0].set_export_info("TYPE_MATCH", None, ["built again"], weakref.ref(second))
+    entries = [GuardFilterEntry(g.name, True, first, g.guard_types[0], (), False, g) for g in guards]
+    keep = without_guards(lambda name, value, kind: "x" in name and value is first and kind == "TYPE_MATCH")
+    assert keep["guard_filter_fn"](entries) == [False, True]
+    guards[1].set_export_info("TYPE_MATCH", None, ["built again"], weakref.ref(second))
+    assert guards[1].code_list == ["built again"]
