@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch._dynamo
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from chunkc._torch_compat.release import forget_compilations, forget_source, sources
@@ -186,11 +187,17 @@ def as_plain_subclass(cls: type[T], tensor: torch.Tensor, requires_grad: bool = 
     return torch.Tensor._make_subclass(cls, tensor, requires_grad)
 
 
+_LEAVES_GUARDS_OUT: Final = TorchVersion(torch.__version__) >= "2.13"
+
+
 def without_guards(is_checked: Callable[[str, Any, str], bool]) -> dict[str, Any]:
     """Options of ``torch.compile`` that leave out guards of Dynamo which the caller checks by other means.
 
-    ``is_checked``: by the guard's source, its value (None where there is none) and its kind.
+    ``is_checked``: by the guard's source, its value (None where there is none) and its kind. None are left out before
+    torch 2.13: without guards inside of a tensor subclass, 2.11 does not see that it requires gradients now.
     """
+    if not _LEAVES_GUARDS_OUT:
+        return {}
 
     def keep(guards: Sequence[Any]) -> list[bool]:
         for guard in guards:  # built again now, it may find another object, as behind a property, and refuse that

@@ -17,6 +17,7 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import counters
 from torch._guards import Guard
+from torch.torch_version import TorchVersion
 
 import chunkc
 from chunkc._torch_compat.core import capture_settings, outlives, without_guards
@@ -151,6 +152,9 @@ def test_a_guard_that_is_built_again_may_find_another_object() -> None:
         guards[0].set_export_info("TYPE_MATCH", None, ["built again"], weakref.ref(second))
     entries = [GuardFilterEntry(g.name, True, first, g.guard_types[0], (), False, g) for g in guards]
     keep = without_guards(lambda name, value, kind: "x" in name and value is first and kind == "TYPE_MATCH")
+    if TorchVersion(torch.__version__) < "2.13":
+        assert keep == {}, "2.11 does not see requires_grad change without the guards inside of a tensor subclass"
+        return
     assert keep["guard_filter_fn"](entries) == [False, True]
     guards[1].set_export_info("TYPE_MATCH", None, ["built again"], weakref.ref(second))
     assert guards[1].code_list == ["built again"]
