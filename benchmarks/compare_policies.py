@@ -28,6 +28,7 @@ from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.cli.advice import shortfall
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import Timeline, duration
+from chunkc.report.units import size
 from chunkc.scenarios.models import NAMES, built_in
 from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
@@ -140,7 +141,7 @@ def decided_cell(step: Step) -> str:
     why = ""
     if step.excess > DECIDED_ABOVE:
         homes = f"{step.num_second_homes} of {step.num_updated_below} chunks have a second home"
-        why = f": {waits_of(step.timeline)}; {homes}"
+        why = f": {waits_of(step.timeline)}; {homes}, host memory has {size(step.host_left_nbytes)} left"
     return f"{step_and_rate(step.timeline)}, {step.excess:+.1%}{why}"
 
 
@@ -183,8 +184,8 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "parameter: from the first operator that reads it to the one that makes its gradient, then reduction, update",
         f"and gathering. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a decision, the critical path says "
         "where the step goes, and",
-        "with a decision also how many of the chunks that are updated on the host have a second home: as many as host",
-        f"memory holds, or as make the step faster. Of {len(decided)} plans with a decision, {len(close)} are within "
+        "with a decision also how many of the chunks that are updated on the host have a second home, and what host",
+        f"memory a rank has left for more. Of {len(decided)} plans with a decision, {len(close)} are within "
         f"{DECIDED_ABOVE:.0%}.",
         "",
         "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",

@@ -30,12 +30,17 @@ STREAMS = {
 
 @dataclass(frozen=True)
 class Step:
-    """A simulated step with ``bounds_ms``, and how many of its chunks have a second home, of how many updated below."""
+    """A simulated step with ``bounds_ms``.
+
+    ``num_second_homes`` of ``num_updated_below`` chunks whose states are below the device have a second home;
+    ``host_left_nbytes``: of one rank's host memory, what the plan leaves.
+    """
 
     timeline: Timeline
     bounds_ms: dict[str, float] = field(default_factory=dict)
     num_second_homes: int = 0
     num_updated_below: int = 0
+    host_left_nbytes: int = 0
 
     @classmethod
     def of(cls, timeline: Timeline, plan: Plan, hw: Hardware) -> Step:
@@ -43,7 +48,8 @@ class Step:
         bounds_ms = {name: max(timeline.stream(s).alone_ms for s in found) for name, found in STREAMS.items()}
         bounds_ms["exchange"] = exchange_ms(plan, cost_rates(hw))
         below = [chunk for chunk in plan.layout.chunks if chunk.has_os_below]
-        return cls(timeline, bounds_ms, sum(chunk.has_second_home for chunk in below), len(below))
+        left_nbytes = plan.memory.host_budget_nbytes - plan.memory.host_nbytes
+        return cls(timeline, bounds_ms, sum(chunk.has_second_home for chunk in below), len(below), left_nbytes)
 
     @property
     def largest_bound(self) -> str:

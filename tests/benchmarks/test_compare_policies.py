@@ -42,7 +42,7 @@ def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType
     plan = planned(chain(4), target(2048)).plan
     timeline = simulate_with(with_work(plan, 2), RATES)
     bound_ms = timeline.step_ms / 1.25
-    step = script.Step(timeline, {"compute": bound_ms, "exchange": bound_ms / 2}, 3, 5)
+    step = script.Step(timeline, {"compute": bound_ms, "exchange": bound_ms / 2}, 3, 5, 2 << 30)
     faster = script.Row("hw", "model", step, "", {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
     assert faster.best_other == "dos" and not faster.is_fastest
     assert script.cells_of(faster)[3] == "0.50"
@@ -52,7 +52,7 @@ def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType
     assert script.Row("hw", "model", step, "", {"l2l": timeline.step_ms}).is_fastest
     decided = script.Row("hw", "model", step, "", {}, replace(step, timeline=replace(timeline, step_ms=bound_ms * 1.5)))
     assert "+50.0%: " in script.cells_of(decided)[-1]
-    assert script.cells_of(decided)[-1].endswith("; 3 of 5 chunks have a second home")
+    assert script.cells_of(decided)[-1].endswith("; 3 of 5 chunks have a second home, host memory has 2.00 GiB left")
     near = script.Row("hw", "model", step, "", {}, replace(step, timeline=replace(timeline, step_ms=bound_ms * 1.04)))
     assert script.cells_of(near)[-1].endswith(", +4.0%")
     lacking = script.Row("hw", "model", step, "", {}, None, "misses 2 GiB of host memory")

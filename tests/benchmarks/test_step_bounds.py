@@ -63,4 +63,5 @@ def test_no_step_is_below_a_bound(script: ModuleType, world_size: int, device: i
     assert step.excess >= -1e-9 and step.bounds_ms[step.largest_bound] == max(step.bounds_ms.values())
     assert (step.bounds_ms["exchange"] > 0) is (world_size > 1)
     assert step.num_second_homes <= step.num_updated_below <= len(plan.layout.chunks)
+    assert step.host_left_nbytes == plan.memory.host_budget_nbytes - plan.memory.host_nbytes >= 0
     assert script.Step(replace(timeline, step_ms=2.0), {"compute": 1.0}).excess == 1.0
