@@ -181,8 +181,9 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         f"{len(won)}.",
         f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than its largest bound,",
         "and so does the last figure with a decision. A bound is the work of one stream, or the *exchange* of one",
-        "parameter: from the first operator that reads it to the one that makes its gradient, then reduction, update",
-        f"and gathering. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a decision, the critical path says "
+        "parameter in one piece: from the first operator that reads it to the one that makes its gradient, then",
+        f"reduction, update and gathering. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a decision, the "
+        "critical path says "
         "where the step goes, and",
         "with a decision also how many of the chunks that are updated on the host have a second home, and what host",
         f"memory a rank has left for more. Of {len(decided)} plans with a decision, {len(close)} are within "

@@ -1,4 +1,4 @@
-"""Lower bounds of a step that no plan can pass: the work of each stream, and the chain through one parameter.
+"""Lower bounds of a step: the work of each stream, and the chain through one parameter.
 
     compute, copies, collectives, updates    what a stream has to do, with nothing beside it
     exchange                                 from the first operator that reads a parameter to the one that makes its
@@ -6,7 +6,8 @@
                                              the next step's first reader waits for them
 
 The chain counts a parameter's own bytes, whatever chunk they stand in, and the faster of both places of an update. It
-is long where a parameter is read first and its gradient made last: a tied embedding.
+is long where a parameter is read first and its gradient made last: a tied embedding. It bounds plans that exchange and
+update a parameter in one piece; in pieces, updates could hide behind the exchange of others, and that alone.
 """
 
 from __future__ import annotations
