@@ -20,7 +20,7 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.cpu_affinity import HostCores
 from chunkc.runtime.devices.debug_settings import DebugSettings
-from chunkc.runtime.devices.host_slab import LiveSlabs, discard_pages
+from chunkc.runtime.devices.host_slab import LiveSlabs, discard_pages, keep_freed_pages
 from chunkc.runtime.devices.malloc_meter import NonModelMeter
 from chunkc.runtime.devices.protocol import Event, Launch, PlannedLaunch, Work, launch_each
 from chunkc.runtime.devices.throttle import PaceLaw, Timekeeper
@@ -66,6 +66,7 @@ class EmulatedDevice:
         self.host_budget_nbytes = host_budget_nbytes
         self.settings = settings if settings is not None else DebugSettings()
         self._num_allocations = 0
+        keep_freed_pages(device_budget_nbytes)
         self.meter = NonModelMeter()
         self.timekeeper = Timekeeper(law)
         self._law = law

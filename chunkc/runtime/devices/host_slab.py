@@ -27,6 +27,9 @@ HUGE_PAGE_NBYTES: Final = 2**21
 """From this size on Linux is asked for transparent huge pages, which it may ignore."""
 _IS_LINUX: Final = sys.platform == "linux"
 _MAPPED_NBYTES: Final = 2**25  # the least that glibc never takes from its heap
+_M_TRIM_THRESHOLD: Final = -1  # as in malloc.h
+_M_MMAP_THRESHOLD: Final = -3
+_MOST_KEPT_NBYTES: Final = 2**29
 _KEPT_NBYTES: Final = 2**24
 """How much malloc may keep of tensors that were freed one by one."""
 
@@ -58,6 +61,21 @@ def return_freed_pages() -> None:
     trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
     if trim is not None:
         trim(0)
+
+
+def keep_freed_pages(nbytes: int) -> None:
+    """Let glibc's malloc keep up to ``nbytes`` of freed pages at the end of its heap (at most 512 MiB; mallopt(3)).
+
+    By default malloc gives pages back once 128 KiB are free there: a program whose tensors come and go takes them again
+    at every step, zeroed by the kernel. A caching allocator, such as torch's for a GPU, keeps them. The setting is the
+    process's; where the user has set thresholds by ``MALLOC_..._THRESHOLD_`` or ``GLIBC_TUNABLES``, these stay.
+    """
+    chosen = (os.environ.get("MALLOC_TRIM_THRESHOLD_"), os.environ.get("MALLOC_MMAP_THRESHOLD_"))
+    is_chosen = any(chosen) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    set_option = getattr(_libc(), "mallopt", None) if _IS_LINUX and not is_chosen else None
+    if set_option is not None:
+        set_option(_M_TRIM_THRESHOLD, min(nbytes, _MOST_KEPT_NBYTES))
+        set_option(_M_MMAP_THRESHOLD, _MAPPED_NBYTES)
 
 
 def discard_pages(part: torch.Tensor) -> None:

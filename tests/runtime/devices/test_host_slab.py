@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -203,6 +204,42 @@ def test_impossible_sizes_are_refused() -> None:
         allocate_slab(2**60)
     with pytest.raises(ValueError, match="-1"):
         allocate_slab(-1)
+
+
+KEEPING = """
+import resource, sys
+import torch
+from chunkc.runtime.devices.host_slab import keep_freed_pages
+
+if sys.argv[1] == "kept":
+    keep_freed_pages(64 << 20)
+for warm_up in range(3):
+    parts = [torch.ones(1 << 20) for _ in range(10)]
+    del parts
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for step in range(10):
+    parts = [torch.ones(1 << 20) for _ in range(10)]
+    del parts
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+@pytest.mark.parametrize(
+    ("how", "environment"), [("kept", {}), ("kept", {"MALLOC_TRIM_THRESHOLD_": "0"}), ("as it is", {})]
+)
+def test_malloc_keeps_freed_pages_unless_the_user_says_otherwise(how: str, environment: dict[str, str]) -> None:
+    """Ten times 40 MiB that come and go, in pages that the kernel hands out anew."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPING, how],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**inherited, **environment},
+    )
+    num_pages, num_faults = 10 * (40 << 20) // mmap.PAGESIZE, int(done.stdout)
+    assert (num_faults < num_pages // 20) == (how == "kept" and not environment), (num_faults, num_pages)
 
 
 def test_pages_of_tensors_freed_one_by_one_are_given_back_every_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
