@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.15.0
 COMPAT := .venv-compat-$(TORCH)
+# Triton 3.6, that of torch 2.11, cannot interpret a loop whose bound is an array of numpy 2.4.
+COMPAT_SED := $(if $(filter 2.11.%,$(TORCH)),-e 's/^numpy==.*/numpy==2.3.5/')
 DEMO_ARGS ?= --compare 10
 TEST_ARGS ?=
 # Tests of one file share what they capture, so a file stays with one process, in the order of the files: sorted by how
@@ -57,6 +59,6 @@ test-compat: $(COMPAT)/.stamp
 
 $(COMPAT)/.stamp: pyproject.toml constraints.txt
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
-	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(COMPAT)/constraints.txt
+	sed -e 's/^torch==.*/torch==$(TORCH)/' $(COMPAT_SED) constraints.txt > $(COMPAT)/constraints.txt
 	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt -e ".[dev,hf]"
 	touch $@
