@@ -31,6 +31,12 @@ class Headed(nn.Module):
         return self.loss(self.head, torch.tanh(self.body(x)), labels)
 
 
+@pytest.fixture(autouse=True)
+def without_other_graphs() -> None:
+    """Dynamo compiles one code only a few times."""
+    torch.compiler.reset()
+
+
 def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = 3 * torch.randn(BATCH, TOKENS, WIDTH, generator=generator)
@@ -120,9 +126,9 @@ def test_in_16_bits_errors_are_those_of_the_whole(loss: Forward, dtype: torch.dt
     plain, found = results(model, model, dtype), results(model, torch.compile(model, backend=Rewriting()), dtype)
     for value, whole, exact in zip(found, plain, right, strict=True):
         assert value.dtype is whole.dtype
-        largest = exact.abs().max()
-        error, of_whole = ((v.double() - exact).abs().max() / largest for v in (value, whole))
-        assert error <= max(1.5 * of_whole, 2**-9)
+        errors, of_whole = ((v.double() - exact).abs() for v in (value, whole))
+        assert errors.square().mean() <= 1.5**2 * of_whole.square().mean()
+        assert errors.max() <= 2 * of_whole.max()
 
 
 @pytest.mark.parametrize("returns_logits", [False, True])
