@@ -33,10 +33,10 @@ RECIPE = replace(SEMANTICS, num_steps=4)
 class Tied(nn.Module):
     """An embedding that is also the head, and a loss of shifted labels; returns logits if asked to."""
 
-    def __init__(self, classes: int = CLASSES, *, returns_logits: bool = False) -> None:
+    def __init__(self, classes: int = CLASSES, width: int = WIDTH, *, returns_logits: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(classes, WIDTH, padding_idx=2)
-        self.body = nn.Linear(WIDTH, WIDTH)
+        self.embed = nn.Embedding(classes, width, padding_idx=2)
+        self.body = nn.Linear(width, width)
         self.returns_logits = returns_logits
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -114,7 +114,7 @@ def test_training_equals_plain_pytorch_in_the_least_budget(case: Case, use_piece
     assert_same_semantics(found, wanted)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_placement_changes_no_bit(backend: str, use_pieces: Callable[[PieceSize], None]) -> None:
     use_pieces(SIZE)
     large, stats = trained(TIED, LARGE, torch.bfloat16, backend)
@@ -148,27 +148,35 @@ def test_evaluation_and_training_have_the_same_loss(use_pieces: Callable[[PieceS
     assert before == pytest.approx([loss.item()] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize(("returns_logits", "share"), [(False, 0.35), (True, 0.65)])
+@pytest.mark.parametrize(
+    ("backend", "returns_logits"),
+    [
+        ("eager", False),
+        ("eager", True),
+        ("inductor", False),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_peak_falls_as_planned_and_as_measured(
-    returns_logits: bool, share: float, backend: Any, use_pieces: Callable[[PieceSize], None]
+    backend: Any, returns_logits: bool, use_pieces: Callable[[PieceSize], None]
 ) -> None:
-    """Logits of 1,024 x 8,192 tokens and classes, of which 16 pieces are made."""
+    """Logits of 512 tokens and 16,384 classes, whole and in 8 pieces; model data is a fifth of their bytes."""
     planned, measured = [], []
-    for num_pieces in (1, 16):
-        use_pieces(PieceSize(nbytes=(4 * 1024 * 8192) // num_pieces, min_num=2))
+    for num_pieces in (1, 8):
+        use_pieces(PieceSize(nbytes=4 * 512 * 16384 // num_pieces, min_num=2))
         torch.manual_seed(1)
-        model = chunkc.compile(
-            Tied(8192, returns_logits=returns_logits), "emulated-2g-4g", dtype="auto", backend=backend
-        )
+        tied = Tied(16384, 32, returns_logits=returns_logits)
+        model = chunkc.compile(tied, "emulated-2g-4g", dtype=torch.bfloat16, backend=backend)
         optimizer = chunkc.AdamW(model.parameters())
-        for batch in batches(8192, 1024):
+        for batch in batches(16384, 512):
             output = model(**batch)
             (output[0] if returns_logits else output).backward()
             optimizer.step()
             optimizer.zero_grad()
         stats = chunkc.stats(model)
-        print(backend, returns_logits, num_pieces, stats["planned_peak_nbytes"], stats["measured_peak_nbytes"])
         planned.append(stats["planned_peak_nbytes"])
         measured.append(stats["measured_peak_nbytes"])
-    assert all(m <= p for m, p in zip(measured, planned, strict=True))
+    assert all(m <= p for m, p in zip(measured, planned, strict=True)), (measured, planned)
+    share = (0.7 if returns_logits else 0.5) if backend == "eager" else 0.95 if returns_logits else 0.7
+    assert planned[1] <= share * planned[0], (measured, planned)
+    assert measured[1] <= share * measured[0], (measured, planned)
