@@ -23,7 +23,7 @@ _COLUMN_MULTIPLE = 64
 def embedding_gradient_in_pieces(
     table: Mapping[Any, Callable[..., Any]], size: PieceSize
 ) -> dict[Any, Callable[..., Any]]:
-    """Return ``table``, decompositions by operator, with that of an embedding's gradient applied in pieces."""
+    """Return decompositions by operator: those of ``table``, an embedding's gradient in pieces."""
     if _OPERATOR not in table:
         return dict(table)
     return {**table, _OPERATOR: partial(_by_columns, table[_OPERATOR], size)}

@@ -138,7 +138,7 @@ def _is_plain(loss: _Loss) -> bool:
 
 
 def _is_undisturbed(loss: _Loss) -> bool:
-    """Whether the layer may move to the place of its loss: nothing between them reads logits, or may interfere."""
+    """Whether the layer may move to its loss: nothing between reads logits or may interfere."""
     nodes = list(loss.loss.graph.nodes)
     within = nodes[nodes.index(loss.layer) + 1 : nodes.index(loss.loss)]
     logits = {loss.layer, *loss.chain}
