@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 Tensor = torch.Tensor
@@ -56,7 +55,8 @@ def linear_cross_entropy(
     has_loss = labels != ignore_index
     targets = torch.where(has_loss, labels, 0)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    losses, logits = _RowLosses.apply(rows, weight, bias, targets, row_cuts, class_cuts, returns_logits)
+    operands = (rows, weight, bias, targets)
+    losses, logits = _RowLosses.apply(*operands, row_cuts, class_cuts, returns_logits)  # type: ignore[no-untyped-call]
     losses = torch.where(has_loss, losses, 0.0)
     if reduction != "none":
         losses = losses.sum()
@@ -107,13 +107,12 @@ class _RowLosses(torch.autograd.Function):
         return losses, logits
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_losses: Tensor | None, grad_logits: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, *_ = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden: Tensor | None = None
         weight_rows, bias_parts = list[Tensor](), list[Tensor]()
-        for piece, gradient in _gradients_of_logits(ctx, grad_losses, grad_logits):
+        for piece, gradient in _gradients_of_logits(ctx, *gradients):
             if wants_weight:
                 weight_rows.append(gradient.t() @ hidden)
             if wants_bias:

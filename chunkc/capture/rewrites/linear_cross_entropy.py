@@ -49,7 +49,8 @@ class _Loss:
     @property
     def operands(self) -> tuple[Node, Node, Node | None]:
         """Input, weight and bias of the layer."""
-        given = dict(zip(("input", "weight", "bias"), self.layer.args, strict=False)) | self.layer.kwargs
+        named = zip(("input", "weight", "bias"), self.layer.args, strict=False)
+        given: dict[str, Any] = {**dict(named), **self.layer.kwargs}
         return given["input"], given["weight"], given.get("bias")
 
     @property
@@ -114,7 +115,7 @@ def _keeps_rows(node: Node) -> bool:
 
 
 def _name(node: Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.target if isinstance(node.target, str) else str(getattr(node.target, "__name__", ""))
 
 
 def _items(node: Node) -> tuple[Any, ...]:
