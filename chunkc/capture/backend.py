@@ -34,6 +34,7 @@ from chunkc._torch_compat.release import forget_source
 from chunkc._torch_compat.symbolic import has_unbacked_size
 from chunkc.capture.graphs import Captured, SymbolicIteration, build
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
+from chunkc.capture.rewrites import PieceSize, rewrite, rewritten_decompositions
 from chunkc.capture.saved_values import source_line
 from chunkc.capture.shared_outputs import return_bases, without_last
 from chunkc.capture.tangents import find_reached, keeps_undefined
@@ -50,11 +51,22 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class TracingOptions:
-    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel."""
+    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel.
+
+    ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`.
+    """
 
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
     fuses: bool = False
+    pieces: PieceSize = PieceSize()  # noqa: RUF009 - frozen
+
+    def rewrites(self, module: GraphModule) -> dict[str, Any]:
+        """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose."""
+        rewrite(module, self.pieces)
+        if self.decompositions is None:
+            return {}
+        return {"decompositions": rewritten_decompositions(self.decompositions, self.pieces)}
 
 
 class ModelTensors:
@@ -116,7 +128,7 @@ def capture_graph(
         bw_compiler=capture.compile_backward,
         inference_compiler=capture.compile_inference,
         partition_fn=capture.partition,
-        **({"decompositions": tracing.decompositions} if tracing.decompositions is not None else {}),
+        **tracing.rewrites(module),
     )
     num_bases = return_bases(module)
     try:

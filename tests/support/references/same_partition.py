@@ -31,7 +31,7 @@ def same_partition_backend(backend: Any) -> Callable[[GraphModule, Sequence[Any]
                 tracing.prepare_joint(joint)
             return partition(joint, inputs, params, **given)
 
-        extra = {} if tracing.decompositions is None else {"decompositions": tracing.decompositions}
+        extra = tracing.rewrites(module)
         compiled: Callable[..., Any] = aot_backend(
             fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=split, **extra
         )(module, example_inputs)
