@@ -64,11 +64,11 @@ def return_freed_pages() -> None:
 
 
 def keep_freed_pages(nbytes: int) -> None:
-    """Let glibc's malloc keep up to ``nbytes`` of freed pages at the end of its heap (at most 512 MiB; mallopt(3)).
+    """Let glibc's malloc keep up to ``nbytes``, at most 512 MiB, of freed pages (mallopt(3)).
 
     By default malloc gives pages back once 128 KiB are free there: a program whose tensors come and go takes them again
     at every step, zeroed by the kernel. A caching allocator, such as torch's for a GPU, keeps them. The setting is the
-    process's; where the user has set thresholds by ``MALLOC_..._THRESHOLD_`` or ``GLIBC_TUNABLES``, these stay.
+    process's. Where the user has set thresholds by ``MALLOC_..._THRESHOLD_`` or ``GLIBC_TUNABLES``, these stay.
     """
     chosen = (os.environ.get("MALLOC_TRIM_THRESHOLD_"), os.environ.get("MALLOC_MMAP_THRESHOLD_"))
     is_chosen = any(chosen) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
