@@ -1,4 +1,4 @@
-"""The kernel that PyTorch takes on a GPU for one call of `scaled_dot_product_attention`, by PyTorch's own rules.
+"""The kernel that PyTorch takes on a GPU for one call of attention, by PyTorch's own rules.
 
     cuDNN       sm_90 and sm_10x with a new cuDNN, 16 bits, unless algorithms must be deterministic
     flash       sm_80 and newer, 16 bits, no mask, heads of at most 256
@@ -48,7 +48,10 @@ class AttentionKernel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Arguments of one call: query (batch, heads, queries, e), key (.., keys, e), value (.., keys, v); fake or real."""
+    """Arguments of one call of `scaled_dot_product_attention`, whose tensors may be fake.
+
+    Query (batch, heads, queries, e), key (batch, heads, keys, e), value (batch, heads, keys, v), all of one dtype.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -157,7 +160,7 @@ def _cudnn_takes_heads(call: AttentionCall, support: KernelSupport) -> bool:
 
 
 def _cudnn_takes_mask(call: AttentionCall) -> bool:
-    """Whether the mask needs no gradient and broadcasts to (batch, heads, queries, keys), of two or four sizes."""
+    """Whether the mask needs no gradient and broadcasts, with two or four sizes, to what it masks."""
     if call.mask is None:
         return True
     full = (*call.query.shape[:3], call.key.shape[-2])
@@ -206,7 +209,7 @@ def _is_aligned(call: AttentionCall, gpu: Capability, support: KernelSupport) ->
 
 
 def _is_dense(call: AttentionCall, *, takes_single: bool) -> bool:
-    """Whether all is (batch, heads, tokens, width) of one batch, not empty, with elements of a head side by side."""
+    """Whether all have four sizes and the same batch, are not empty, and have a head's elements together."""
     tensors = (call.query, call.key, call.value)
     if any(t.dim() != 4 for t in tensors) or len({t.shape[0] for t in tensors}) > 1:
         return False
@@ -216,7 +219,7 @@ def _is_dense(call: AttentionCall, *, takes_single: bool) -> bool:
 
 
 def _shares_heads(call: AttentionCall, support: KernelSupport, *, takes_groups: bool, same_groups: bool = True) -> bool:
-    """Whether heads are equally many, or as many queries share one of keys and values as the kernel takes."""
+    """Whether heads are equally many, or shared by queries in a way that the kernel takes."""
     queries, keys, values = (t.shape[-3] for t in (call.query, call.key, call.value))
     if call.is_grouped and takes_groups:
         divides = bool(keys and values) and queries % keys == 0 and queries % values == 0

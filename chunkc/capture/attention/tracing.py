@@ -95,7 +95,7 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | N
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask whose rows begin at multiples of eight elements: padded, and a view of that, where needed."""
+    """Return a mask whose rows begin at multiples of eight elements, padded where they do not."""
     size = mask.shape[-1]
     if mask.stride(-1) == 1 and all(stride % _MASK_ALIGNMENT == 0 for stride in mask.stride()[:-1]):
         return mask

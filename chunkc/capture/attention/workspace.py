@@ -71,7 +71,7 @@ def _split_results_nbytes(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _num_splits(num_blocks: int, num_places: int, num_key_blocks: int) -> int:
-    """Return the least number of splits that fills the places of a GPU 0.85 times as well as the best one does."""
+    """Return the least number of splits that fills a GPU's places 0.85 times as well as the best."""
     if num_blocks >= 0.8 * num_places:
         return 1
     counts = range(1, min(_MAX_SPLITS, num_places, num_key_blocks) + 1)
@@ -98,7 +98,7 @@ def _wide_results_nbytes(query: torch.Tensor, value: torch.Tensor) -> int:
 
 
 def _blocks_nbytes(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Bytes of the efficient kernel's backward: row sums, and what they are made from or the gradients in blocks."""
+    """Bytes of the efficient kernel's backward: row sums, their products, then gradients in blocks."""
     batch, heads, num_queries, width = query.shape
     num_pairs, value_width, is_fp32 = batch * heads, value.shape[-1], query.dtype is torch.float32
     rows = _rounded(num_queries, 64 if max(width, value_width) <= 64 else 128)
@@ -114,7 +114,7 @@ def _blocks_nbytes(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tenso
 
 
 def _copy_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of a copy of (batch, heads, tokens, width) where its tokens of all heads do not stand side by side."""
+    """Bytes of a copy of (batch, heads, tokens, width) where a token's heads are not side by side."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.element_size()
 
 
