@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
@@ -104,6 +105,17 @@ def test_odd_heads_are_padded_for_flash_attention() -> None:
     assert "flash_attention" in forward.target
     product = 2 * BATCH * HEADS * TOKENS**2 * 24
     assert (forward.flops, backward.flops) == (2 * product, 5 * product)
+
+
+class Restricted(Attention):
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            return super().attend(x)
+
+
+def test_kernels_that_the_model_switches_off_are_not_traced() -> None:
+    forward, backward = attending(schedule_of(Restricted(), A100, BF16))
+    assert "efficient" in forward.target and "efficient" in backward.target
 
 
 def test_a_checkpointed_region_has_the_kernel_twice() -> None:
