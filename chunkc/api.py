@@ -212,8 +212,8 @@ def plan(
     itself (``plan.memory.is_bound``); ``plan_of`` after the first call states what fused segments take. A run that
     clips measures gradients: its plan has norms, a decision and their bytes. With a loss scale this one has them too.
 
-    For a GPU, attention with dropout counts as the one kernel that GPUs have for it (not run on a GPU). An emulated run
-    computes it operator by operator, takes more, and has another digest.
+    For a GPU, attention counts as the kernel that PyTorch takes there (`chunkc.capture.attention`), with what it saves
+    and its workspace. An emulated run takes that of the CPU, with dropout operator by operator: another digest.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -255,7 +255,7 @@ def plan(
             in_fp32=in_fp32,
             backend=backend,
             passes=passes,
-            is_for_gpu=not machine.emulated,
+            gpu=machine.compute_capability,
         )
 
 

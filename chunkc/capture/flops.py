@@ -1,8 +1,8 @@
 """Floating-point operations of one operator, by torch's own formulas, attention included.
 
-torch counts matrix products, convolutions and the attention operators of GPUs. That of CPU tensors, which capture
-traces, is counted here: two products in forward, five in backward. Of causal attention only whole rows that are not
-masked count; kernels skip the rest. An operator without a matrix product counts nothing: memory bounds it.
+torch counts matrix products, convolutions and attention. That is counted here, of CPU tensors too, which torch leaves
+out: two products in forward, five in backward. Of causal attention only the pairs that are not masked count; kernels
+skip the rest. An operator without a matrix product counts nothing: memory bounds it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Bytes that an operator's kernel may allocate while it runs, beyond its inputs and outputs.
 
 The plan states this allowance per segment, to hold a measured peak against. It follows PyTorch's CPU kernels, measured
-one by one with malloc's own count (torch 2.13, 2 and 8 threads); CUDA kernels need less.
+one by one with malloc's own count (torch 2.13, 2 and 8 threads); CUDA kernels need less, but for attention, where the
+operators of GPUs have formulas of their own (`capture.attention.workspace`).
 
     operator                     what its kernel allocates
     matrix product, fp32         nothing: MKL packs operands into buffers of its own, which no reading counts
@@ -11,7 +12,7 @@ one by one with malloc's own count (torch 2.13, 2 and 8 threads); CUDA kernels n
     its backward                 blocked copies of gradient and input (strided: of both input-shaped tensors) and of the
                                  weight, and fp32 weight gradients of several threads, at most as much as is read; in 16
                                  bits copies of everything at once
-    flash attention              per-thread score blocks, fp32 copies of queries and values in 16 bits
+    flash attention of CPUs      per-thread score blocks, fp32 copies of queries and values in 16 bits
     norms, softmax               contiguous copies of operands that are not
     everything                   64 KiB (convolution 256 KiB) for thread-local and allocator bytes
 """
@@ -26,6 +27,7 @@ import torch
 from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
+from chunkc.capture.attention.workspace import gpu_attention_nbytes
 
 aten = torch.ops.aten
 BASE_NBYTES = 64 << 10
@@ -57,6 +59,9 @@ def workspace_nbytes(node: Node) -> int:
 def kernel_workspace_nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
     """Allowance in bytes for one call of an operator ``packet`` (``torch.ops.aten.mm``; None for others)."""
     tensors = [*inputs, *outputs]
+    nbytes = gpu_attention_nbytes(packet, inputs)
+    if nbytes is not None:
+        return BASE_NBYTES + nbytes
     if packet is aten.convolution:
         return _CONVOLUTION_BASE_NBYTES + _convolution_nbytes(inputs[0], inputs[1], outputs[0])
     if packet is aten.convolution_backward:

@@ -30,7 +30,8 @@ from chunkc._torch_compat.core import (
     pytree,
 )
 from chunkc._torch_compat.release import ReleasableBackend
-from chunkc.capture.attention import drop_attention_dropout
+from chunkc.capture.attention.kernels import Capability
+from chunkc.capture.attention.tracing import trace_for_gpu
 from chunkc.capture.backend import BudgetChooser, ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.build import PlanRequest, budget_chooser
@@ -71,7 +72,7 @@ def plan_ahead(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
     in_fp32: Fp32Modules | None = None,
-    is_for_gpu: bool = False,
+    gpu: Capability | None = None,
 ) -> Plan:
     """Return the verified plan of one iteration of ``model``.
 
@@ -81,14 +82,14 @@ def plan_ahead(
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
         in_fp32: the parameters that stay in fp32.
-        is_for_gpu: whether the target is a GPU, where attention with dropout is one kernel.
+        gpu: compute capability of the target, whose kernels of attention are traced; None: those of the CPU.
 
     Raises:
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
     choose = budget_chooser(PlanRequest(target, options, passes))
-    captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
+    captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, gpu=gpu)
     captured = with_decisions(captured, tracks_grad_norm=options.tracks_grad_norm, scales=options.scales)
     return plan_schedule(captured.schedule, target, options, captured.stages, backend, passes)
 
@@ -131,13 +132,13 @@ def capture_ahead(
     choose_budget: BudgetChooser | None = None,
     in_fp32: Fp32Modules | None = None,
     *,
-    is_for_gpu: bool = False,
+    gpu: Capability | None = None,
 ) -> Captured:
     """Capture one iteration of ``model``, which stays as it is; arguments and errors as of `plan_ahead`."""
 
     def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if is_for_gpu:
-            drop_attention_dropout(module)
+        if gpu is not None:
+            trace_for_gpu(module, gpu)
         raise _CaptureDone(capture_graph(module, graph_inputs, tensors, tracing, choose=choose_budget)[0])
 
     def enter(*args: Any, **kwargs: Any) -> Any:

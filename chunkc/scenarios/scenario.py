@@ -165,7 +165,7 @@ class Scenarios:
         return answer
 
     def captured(self, scenario: Scenario) -> CapturedAhead:
-        """Return the capture of one iteration; of the machine, dtype and whether it is a GPU matter.
+        """Return the capture of one iteration; of the machine, dtype and compute capability matter.
 
         Raises:
             ChunkcError: when the model cannot be built or captured.
@@ -182,8 +182,9 @@ class Scenarios:
 
 def _key(scenario: Scenario) -> tuple[object, ...]:
     hw = scenario.hw
-    facts = (scenario.batch, scenario.sequence, scenario.dtype, hw.compute_dtype, hw.emulated, scenario.backend)
-    return (repr(scenario.model), scenario.recompute, *facts)
+    machine = (hw.compute_dtype, hw.compute_capability)
+    facts = (scenario.batch, scenario.sequence, scenario.dtype, scenario.backend)
+    return (repr(scenario.model), scenario.recompute, *machine, *facts)
 
 
 def policies() -> tuple[str, ...]:
@@ -252,5 +253,5 @@ def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
     model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
     dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
     inputs = transformer.inputs(scenario.batch, scenario.sequence)
-    captured = capture_ahead(model, dtype, inputs, scenario.backend, is_for_gpu=not scenario.hw.emulated)
+    captured = capture_ahead(model, dtype, inputs, scenario.backend, gpu=scenario.hw.compute_capability)
     return CapturedAhead(captured.schedule, captured.stages)

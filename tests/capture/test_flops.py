@@ -10,7 +10,7 @@ from captures import capture_once
 from models import CASES
 from torch import nn
 from torch.fx import Graph
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from chunkc.capture.flops import operator_flops
 from chunkc.capture.graphs import Captured
@@ -86,6 +86,20 @@ def test_every_fused_attention_counts_the_same(kind: str, is_causal: bool) -> No
         operator_flops(graph.call_function(t, kwargs={**given, "is_causal": is_causal})) for t in (forward, backward)
     ]
     assert found == [2 * pairs * (16 + 32), 2 * pairs * (3 * 16 + 2 * 32)]
+
+
+@pytest.mark.parametrize("kind", ["flash_attention", "efficient_attention", "cudnn_attention"])
+def test_attention_of_gpus_counts_as_torch_counts_it_without_a_mask(kind: str) -> None:
+    graph = Graph()
+    shapes = {"grad_out": (2, 6, 4, 32), "query": (2, 6, 4, 16), "key": (2, 6, 8, 16), "value": (2, 6, 8, 32)}
+    given: dict[str, Any] = {name: graph.placeholder(name) for name in shapes}
+    for name, shape in shapes.items():
+        given[name].meta["val"] = torch.empty(shape, device="meta")
+    for suffix, names in (("", list(shapes)[1:]), ("_backward", list(shapes))):
+        packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}{suffix}")
+        node = graph.call_function(packet.default, tuple(given[name] for name in names))
+        expected = flop_registry[packet](*(given[name].meta["val"] for name in names), out_val=None)
+        assert operator_flops(node) == expected > 0
 
 
 def test_convolutions_and_matrix_products_are_as_torch_counts_them() -> None:
