@@ -215,10 +215,11 @@ def plan(
     For a GPU, attention with dropout counts as the one kernel that GPUs have for it (not run on a GPU). An emulated run
     computes it operator by operator, takes more, and has another digest.
 
+    Arguments that are not named below are those of ``compile``.
+
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
         world_size: ranks to plan for; default: the GPUs of ``hw``.
-        Others as for ``compile``.
 
     Raises:
         BudgetError: when the model does not fit; it says what would.
