@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
+import site_links
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-
-import site_links
 
 ROOT = Path(__file__).parents[3]
 
