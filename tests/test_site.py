@@ -69,6 +69,7 @@ def test_links_out_of_the_pages_lead_to_what_the_site_shows() -> None:
         "docs/one.md": '[run](repository/runs/b.json) and [next](howto/two.md) <img src="c.png">\n',
         "docs/howto/two.md": "[all](../repository/CONTRIBUTING.md#top)\n```\n[code](../no)\n```\n",
     }
+    assert site_links.rewritten("| `a\\|b` \\| |\n`a\\|b`\n", "docs/a.md") == "| `a|b` \\| |\n`a\\|b`\n"
     assert site_links.shown("tests/a.py", "x = 1").endswith("# tests/a.py\n\n````````python\nx = 1\n````````\n")
 
 

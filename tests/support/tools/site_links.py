@@ -58,7 +58,10 @@ def outside(pages: dict[str, str], read: Callable[[str], str]) -> set[str]:
 
 
 def rewritten(page: str, at: str) -> str:
-    """The page at ``at`` with links to where the site has their targets."""
+    """The page at ``at`` with links to where the site has their targets, and tables as the site reads them.
+
+    In a table GitHub wants ``\\|`` for a bar within code, where MkDocs would show the backslash.
+    """
     here = posixpath.dirname(place(at))
 
     def moved(link: re.Match[str]) -> str:
@@ -68,7 +71,12 @@ def rewritten(page: str, at: str) -> str:
         return f"{link['before']}{posixpath.relpath(place(target), here or '.')}{link['rest'] or ''}"
 
     pieces = re.split(r"(^```.*?^```$)", page, flags=re.MULTILINE | re.DOTALL)
-    return "".join(piece if piece.startswith("```") else LINK.sub(moved, piece) for piece in pieces)
+    return "".join(piece if piece.startswith("```") else _with_bars(LINK.sub(moved, piece)) for piece in pieces)
+
+
+def _with_bars(text: str) -> str:
+    rows = re.compile(r"^\|.*$", re.MULTILINE)
+    return rows.sub(lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]), text)
 
 
 def shown(path: str, text: str) -> str:
