@@ -20,6 +20,7 @@ import chunkc
 ROOT = Path(__file__).parents[3]
 FOLDERS = re.compile(r'"(?:/models/)?(?:my-model|llama-3-8b)"')
 NUM_BATCHES = 4
+NUM_HIDDEN = 12  # 16 KiB each, so that parameters take more than activations do
 
 
 def programs(page: str, language: str) -> list[str]:
@@ -43,7 +44,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, VOCABULARY))
+        hidden = [nn.Linear(64, 64) for _ in range(NUM_HIDDEN)]
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.LayerNorm(64), *hidden, nn.Linear(64, VOCABULARY))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Output:
         logits = self.layers(self.embedding(input_ids))
@@ -99,7 +101,7 @@ class Reader:
         if machine.num_gpus > 1:
             plan = self._plan(model, hw, example_inputs=batches(1)[0], shard=shard, backend="eager")
             assert plan.hw == str(machine)
-        options = {"backend": "eager", "chunk_size": 256, **self.options, **options}
+        options = {"backend": "eager", "chunk_size": 4096, **self.options, **options}
         self.compiled.append(self._compile(model, self.hw, **options))
         return self.compiled[-1]
 
