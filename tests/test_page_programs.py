@@ -320,8 +320,11 @@ def test_the_tutorials_plans_are_made_of_its_module(
 # --- lines for a shell ------------------------------------------------------------------------------------------------
 
 
-def test_lines_for_a_shell_name_what_there_is() -> None:
-    """Targets of make, extras, and commands, whose options are read; tests elsewhere run them."""
+def test_lines_for_a_shell_name_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets of make, extras, and commands, whose options are read and that tests elsewhere run."""
+    machines: list[str] = []
+    for command in cli.COMMANDS.values():
+        monkeypatch.setattr(command, "run", lambda args: machines.append(getattr(args, "hw", "auto")) or 0)
     lines = [line for page in PAGES for block in programs(page, "console") for line in block.splitlines()]
     assert len(lines) >= 8 and all(line.startswith("$ ") for line in lines)
     makefile = (ROOT / "Makefile").read_text("utf-8")
@@ -330,13 +333,14 @@ def test_lines_for_a_shell_name_what_there_is() -> None:
         program, *words = shlex.split(line[2:])
         assert program in {"chunkc", "make", "pip", "python"}, line
         if program == "chunkc":
-            cli._parser().parse_args(words)
+            assert cli.main(words) == 0, line
         elif program == "make":
             assert re.search(rf"^{words[0]}:", makefile, re.M), line
         elif program == "pip":
             assert all(
                 re.search(rf"^{extra} = \[", setup, re.M) for w in words for extra in re.findall(r"\.\[(\w+)\]", w)
             )
+    assert len(machines) >= 6 and all(chunkc.Hardware.parse(hw) for hw in machines if hw != "auto")
     exports = [line for page in PAGES for block in programs(page, "sh") for line in block.splitlines()]
     assert exports and all(re.fullmatch(r"export [A-Z_]+=\S+", line) for line in exports)
     variables = (ROOT / "docs" / "env_vars.md").read_text("utf-8")
