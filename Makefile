@@ -18,13 +18,14 @@ PYTEST_ARGS = -rs --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint soak architectures test-compat
+.PHONY: help venv demo test lint docs soak architectures test-compat
 
 help:
 	@echo 'make demo                       train a small model under a budget, beside plain PyTorch (DEMO_ARGS=...)'
 	@echo 'make test                       the tests, with what is skipped and why (TEST_ARGS="-k adam")'
 	@echo 'make architectures              train every architecture against plain PyTorch, write docs/architectures.md'
 	@echo 'make lint                       ruff, ruff format and strict mypy'
+	@echo 'make docs                       the documentation site, in site/, strictly: a warning is an error'
 	@echo 'make soak                       the tests with full counts of seeds, kills and loads'
 	@echo 'make test-compat TORCH=2.15.0   the tests with another torch, in an environment of its own'
 	@echo 'make venv                       only the environment, $(VENV)'
@@ -33,7 +34,7 @@ venv: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs,hf]"
 	touch $@
 
 demo: $(VENV)/.stamp
@@ -52,6 +53,9 @@ lint: $(VENV)/.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	.ci/types $(BIN)/mypy
+
+docs: $(VENV)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Other versions of torch warn of other things, so warnings are shown there and are no errors.
 test-compat: $(COMPAT)/.stamp

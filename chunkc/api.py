@@ -215,10 +215,11 @@ def plan(
     For a GPU, attention counts as the kernel that PyTorch takes there (`chunkc.capture.attention`), with what it saves
     and its workspace. An emulated run takes that of the CPU, with dropout operator by operator: another digest.
 
+    Arguments that are not named below are those of ``compile``.
+
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
         world_size: ranks to plan for; default: the GPUs of ``hw``.
-        Others as for ``compile``.
 
     Raises:
         BudgetError: when the model does not fit; it says what would.

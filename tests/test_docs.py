@@ -13,7 +13,7 @@ from chunkc.ir.layout import ChunkList
 from chunkc.ir.verify.states import TensorState
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SOURCES = [path for folder in ("chunkc", "passes") for path in sorted((ROOT / folder).rglob("*.py"))]
 ROW = re.compile(r"^\| `(.+?)` \| `(\w+)` \|", re.MULTILINE)
 
@@ -38,11 +38,21 @@ def test_errors_are_listed_by_words_that_they_say() -> None:
     assert {kind for _, kind in rows} <= set(chunkc.__all__)
 
 
+def headings(page: Path) -> set[str]:
+    """What a link may name behind ``#``, as both GitHub and the site spell it."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere_and_python_is_python(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for link in links:
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.is_file(), link
+        assert not heading or heading in headings(target), link
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         ast.parse(block)
 
@@ -69,7 +79,8 @@ def test_files_that_pages_name_exist() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in text] == []
+    names = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+    assert [name for name in names if name != "index.md" and f"({name})" not in text] == []
 
 
 def test_names_of_the_package_in_python_blocks_exist() -> None:

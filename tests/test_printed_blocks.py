@@ -14,6 +14,7 @@ PAGES = (
     "docs/reading_a_plan.md",
     pytest.param("docs/commands.md", marks=pytest.mark.slow),
     pytest.param("docs/multi_gpu.md", marks=pytest.mark.slow),
+    pytest.param("docs/tutorial.md", marks=pytest.mark.slow),
 )
 
 PAGE = """\

@@ -38,7 +38,10 @@ class GradScaler:
 
     Args:
         device: taken for torch's sake and not needed: the scale stands where the first loss is.
-        init_scale, growth_factor, backoff_factor, growth_interval: as torch's.
+        init_scale: as torch's, and so are the next three.
+        growth_factor: what the scale is multiplied by after steps that did not overflow.
+        backoff_factor: what the scale is multiplied by when a step overflows.
+        growth_interval: steps without an overflow before the scale grows.
         enabled: whether this does anything; if not, `scale` returns what it is given and `step` steps. A model compiled
             in fp16 then scales by itself.
     """
