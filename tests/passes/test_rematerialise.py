@@ -73,7 +73,7 @@ def test_where_host_memory_misses_everything_is_kept() -> None:
     assert choice.budget == KEEP_ALL and not any(c.fits for c in choice.candidates)
 
 
-@pytest.mark.parametrize(("kept_chunks", "wanted"), [(1, 1.0), (4, 0.5), (6, 0.25)])
+@pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.75), (6, 0.5), (12, 0.25), (20, 0.0)])
 def test_without_rates_as_much_is_kept_as_fits(kept_chunks: int, wanted: float) -> None:
     choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_without_rates, None)
     assert choice.budget == wanted
@@ -84,7 +84,7 @@ def plan_without_rates(schedule: Schedule) -> Plan:
     return make_fastest_plan(schedule, target(ROOM_NBYTES)).plan
 
 
-@pytest.mark.parametrize(("kept_chunks", "wanted"), [(1, 1.0), (4, 0.5), (6, 0.25), (100, 0.0)])
+@pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.75), (12, 0.25), (20, 0.0), (100, 0.0)])
 def test_of_large_graphs_few_budgets_are_tried(
     kept_chunks: int, wanted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
