@@ -145,13 +145,13 @@ def test_a_model_that_decides_everything_itself_is_left_to_it() -> None:
 
 
 def test_layers_beside_those_that_the_model_recomputes_are_recomputed_too() -> None:
-    """Down to what the model takes where all layers are computed again."""
+    """Down to what the model takes where all layers are computed again; borders may differ by a mask."""
     found = []
     for num_layers in (0, 2, LAYERS):
         with pytest.raises(BudgetError) as caught:
             planned(checkpointed(Deep(dropout=0.1), num_layers), machine(1, calibrated=False))
         found.append(caught.value.min_device_nbytes)
-    assert found[0] == found[1] == found[2]
+    assert max(found) < 1.05 * min(found) < 0.6 * least_nbytes(Deep(dropout=0.1))
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------
