@@ -31,7 +31,7 @@ def min_cut_partition(
 
 
 def merge_equal(joint: torch.fx.GraphModule) -> None:
-    """Leave out of a joint graph what nothing needs and what is computed twice, in place, as the partitioner does."""
+    """Leave out of a joint graph, in place, what nothing needs and what is computed twice."""
     joint.graph.eliminate_dead_code()
     if torch._functorch.config.cse:
         joint.graph = fx_graph_cse(joint.graph)
@@ -39,7 +39,7 @@ def merge_equal(joint: torch.fx.GraphModule) -> None:
 
 
 def uncompiled(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """Return a module of ``graph`` with the attributes of ``root``, which has Python code once somebody asks for it."""
+    """Return a module of ``graph`` with attributes of ``root``; its Python code is made once it runs."""
     return _LazyGraphModule(root, graph)
 
 
@@ -54,7 +54,7 @@ def replays_random_state(node: torch.fx.Node) -> bool:
 
 
 def operator_of(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return operator and arguments of ``node``; of one with a random state, those of the operator that it runs."""
+    """Return operator and arguments of ``node``; of one with a random state, those inside of it."""
     first = 1 if saves_random_state(node) else 2 if replays_random_state(node) else 0
     return node.args[first - 1] if first else node.target, node.args[first:], dict(node.kwargs)
 

@@ -203,7 +203,7 @@ class _GraphCapture:
         options: Mapping[str, Any],
         budget: float,
     ) -> Schedule:
-        """The schedule of a copy of ``joint`` partitioned with an activation budget; ``tried`` keeps both graphs."""
+        """The schedule of a copy of ``joint`` partitioned with a budget; ``tried`` keeps both graphs."""
         tried[budget] = self._partition(copied(joint), inputs, {**options, "keep": budget})
         forward, backward = map(copied, tried[budget])
         return self._build(forward, backward, options["num_fwd_outputs"]).schedule

@@ -123,9 +123,9 @@ def copied(module: GraphModule) -> GraphModule:
 
 
 def recomputable_layers(graph: Graph, params: Collection[Node]) -> list[str]:
-    """Return the layers of forward that are ours to recompute: the model says of no operator there what is kept.
+    """Return the layers of forward that are ours to recompute.
 
-    A layer is the outermost module whose path ends in a number. ``params`` are placeholders of parameters.
+    Of none of their operators the model itself says whether it is kept. A layer is the outermost module whose path ends in a number. ``params`` are placeholders of parameters.
     """
     return _undecided(_forward_layers(graph, param_cone(graph, params)))
 

@@ -185,7 +185,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def budget_chooser(request: PlanRequest) -> BudgetChooser:
-    """Return what chooses activation budgets; it keeps all that fits where the machine's rates are not known."""
+    """Return what chooses activation budgets; without the machine's rates it keeps what fits."""
 
     def plan_with(schedule: Schedule) -> Plan:
         schedule = with_norms(schedule) if request.options.tracks_grad_norm else schedule
