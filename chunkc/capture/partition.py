@@ -125,7 +125,8 @@ def copied(module: GraphModule) -> GraphModule:
 def recomputable_layers(graph: Graph, params: Collection[Node]) -> list[str]:
     """Return the layers of forward that are ours to recompute.
 
-    Of none of their operators the model itself says whether it is kept. A layer is the outermost module whose path ends in a number. ``params`` are placeholders of parameters.
+    The model itself says of none of their operators whether it is kept. A layer is the outermost module whose path ends
+    in a number. ``params`` are placeholders of parameters.
     """
     return _undecided(_forward_layers(graph, param_cone(graph, params)))
 
