@@ -19,7 +19,7 @@ from chunkc.passes.liveness import LivenessPass
 from chunkc.passes.os_placement import OsPlacementPass
 from chunkc.passes.prefetch import PrefetchPass
 from chunkc.passes.residency import ResidencyPass
-from chunkc.passes.search import Candidate, Search
+from chunkc.passes.search import MAX_ACTIONS, Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
@@ -87,11 +87,13 @@ def make_fastest_plan(
     *,
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
+    max_actions: int = MAX_ACTIONS,
 ) -> Planned:
     """Plan one training iteration with those options that simulate fastest on ``target.rates``.
 
-    What ``options`` fixes is kept. Where the rates are not known, or nothing is copied or exchanged, this is
-    `make_plan`, which takes and raises the same. All ranks must choose alike, so candidates are planned for rank 0.
+    What ``options`` fixes is kept; after ``max_actions`` simulated actions nothing else is tried. Where the rates are
+    not known, or nothing is copied or exchanged, this is `make_plan`, which takes and raises the same. All ranks must
+    choose alike, so candidates are planned for rank 0.
     """
     planned = make_plan(schedule, target, options, passes=passes, check=check)
     moves = planned.plan.moved_nbytes(*COPIED_TIERS)
@@ -106,7 +108,7 @@ def make_fastest_plan(
     def plan_of(draft: Draft) -> Plan:
         return assemble(draft, planned.plan.schedule_digest)
 
-    search = Search(draft_with, plan_of, target.rates, options)
+    search = Search(draft_with, plan_of, target.rates, options, max_actions)
     best = search.run(planned.drafts[-1][1] if target.rank == 0 else draft_with(options))
     note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
     stage = StageRecord("search", (time.perf_counter() - started) * 1e3, note)

@@ -4,47 +4,59 @@ Activations that are kept take memory that payloads and optimizer states could h
 what enters their layer (Chen et al., "Training deep nets with sublinear memory cost", 2016). For each *activation
 budget*, the share of layers that keep their activations, the joint graph is partitioned anew, the iteration is planned,
 and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
+
+    keep all ─ fits, and nothing is to gain ──────────────────────────────────────── keep all
+        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0, then halves) ─ the fastest, else the largest
+                                                      nothing fits ─ the one that needs least device memory
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes.search import MIN_GAIN
 
 KEEP_ALL = 1.0
 """The budget with which the partitioner decides alone: it keeps what is not cheap to compute again."""
-BUDGETS = (0.75, 0.5, 0.25, 0.0)
+RECOMPUTE_ALL = 0.0
+BUDGETS = (0.75, 0.5, 0.25, RECOMPUTE_ALL)
 WORTH_TRYING = 0.03
 """Share of the step that is not computation, which recomputing cannot shorten: below it no other budget is tried."""
-MAX_OPERATORS = 6000
-"""Operators of forward and backward beyond which partitioning again and again would take minutes."""
+MANY_OPERATORS = 6000
+"""Operators of forward and backward beyond which a partition takes seconds: two budgets beside the ends are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetCandidate:
     """One activation budget with its simulated step.
 
-    ``step_ms``: the simulated step, infinity where the plan does not fit. ``compute_ms``: the computation in the step.
-    ``outcome``: what bounds the step, or what is missing.
+    ``step_ms``: the simulated step, zero where no rates are known, infinity where the plan does not fit.
+    ``compute_ms``: the computation in the step. ``outcome``: what bounds the step, or what is missing.
+    ``least_nbytes``: device memory with which the iteration would be planned, where that is what is missing.
     """
 
     budget: float
     step_ms: float
     compute_ms: float
     outcome: str
+    least_nbytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        return not math.isinf(self.step_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetChoice:
-    """The budget that simulates fastest, among ``candidates``."""
+    """The budget that is taken, of ``candidates``."""
 
     budget: float
     candidates: tuple[BudgetCandidate, ...]
@@ -52,52 +64,106 @@ class BudgetChoice:
     @property
     def note(self) -> str:
         """The table of candidates in one line."""
-        shown = (f"{c.budget:g}: {_milliseconds(c.step_ms)}, {c.outcome}" for c in self.candidates)
+        shown = (f"{c.budget:g}: {_milliseconds(c.step_ms)}{c.outcome}" for c in self.candidates)
         return f"{self.budget:g} of the layers keep their activations; " + "; ".join(shown)
 
 
 def _milliseconds(step_ms: float) -> str:
-    return "does not fit" if math.isinf(step_ms) else f"{step_ms:.4g} ms"
+    if math.isinf(step_ms):
+        return "does not fit, "
+    return f"{step_ms:.4g} ms, " if step_ms else ""
 
 
 def choose_budget(
-    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates
+    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates | None
 ) -> BudgetChoice:
-    """Price activation budgets from the largest down, until two in a row gain nothing.
+    """Choose the activation budget of one iteration.
 
     Args:
         schedule_with: the iteration with an activation budget in [0, 1].
         plan_with: its plan; it raises `BudgetError` where that does not fit.
-        rates: of the machine.
+        rates: of the machine; None where they are not known.
 
     Returns:
-        The choice. Only ``KEEP_ALL`` is tried where the step is computation alone, of which recomputing makes more, and
-        where the graphs are large; where nothing fits, it is the choice too.
+        The budget whose plan simulates fastest, or, without rates, the largest that fits. Budgets are priced from the
+        largest down, until two in a row gain nothing. Only ``KEEP_ALL`` is tried where it fits and the step is
+        computation alone, of which recomputing makes more. Where nothing fits, the choice needs least device memory.
     """
-    first = _price(KEEP_ALL, schedule := schedule_with(KEEP_ALL), plan_with, rates)
-    candidates, best, misses = [first], first, 0
-    num_operators = sum(len(g.operators) for g in schedule.graphs)
-    if first.compute_ms >= first.step_ms * (1 - WORTH_TRYING) or num_operators > MAX_OPERATORS:
+    first_schedule = schedule_with(KEEP_ALL)
+    trial = _Trial(schedule_with, plan_with, rates, [_price(KEEP_ALL, first_schedule, plan_with, rates)])
+    first = trial.candidates[0]
+    if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         return BudgetChoice(KEEP_ALL, (first,))
-    for budget in BUDGETS:
-        candidate = _price(budget, schedule_with(budget), plan_with, rates)
-        candidates.append(candidate)
-        is_better = candidate.step_ms < best.step_ms * (1 - MIN_GAIN)
-        misses = 0 if is_better or math.isinf(candidate.step_ms) else misses + 1
-        best = candidate if is_better else best
-        if misses == 2:
-            break
-    return BudgetChoice(best.budget, tuple(candidates))
+    is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
+    if is_large:
+        trial.halve()
+    else:
+        trial.descend()
+    return BudgetChoice(trial.best().budget, tuple(trial.candidates))
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Candidates as they are tried, ``KEEP_ALL`` the first; arguments as of `choose_budget`."""
+
+    schedule_with: Callable[[float], Schedule]
+    plan_with: Callable[[Schedule], Plan]
+    rates: CostRates | None
+    candidates: list[BudgetCandidate] = field(default_factory=list)
+
+    def price(self, budget: float) -> BudgetCandidate:
+        candidate = _price(budget, self.schedule_with(budget), self.plan_with, self.rates)
+        self.candidates.append(candidate)
+        return candidate
+
+    def descend(self) -> None:
+        """Try budgets from the largest down, until two in a row gain nothing."""
+        best, misses = self.candidates[0], 0
+        for budget in BUDGETS:
+            candidate = self.price(budget)
+            is_better = candidate.step_ms < best.step_ms * (1 - MIN_GAIN)
+            misses = 0 if is_better or not candidate.fits else misses + 1
+            best = candidate if is_better else best
+            if misses == 2 or (self.rates is None and candidate.fits):
+                break
+
+    def halve(self) -> None:
+        """Try the ends, then the middle of those that the better two enclose, and once more."""
+        low, high = self.price(RECOMPUTE_ALL), self.candidates[0]
+        for _ in range(2):
+            if not low.fits:
+                break
+            middle = self.price((low.budget + high.budget) / 2)
+            low, high = (middle, high) if self._is_better(middle, low) else (low, middle)
+
+    def _is_better(self, candidate: BudgetCandidate, than: BudgetCandidate) -> bool:
+        """Whether a larger budget is to be preferred."""
+        return candidate.fits and candidate.step_ms <= than.step_ms
+
+    def best(self) -> BudgetCandidate:
+        """The fastest candidate by more than the simulator can tell apart, then the largest budget."""
+        fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: -c.budget)
+        if not fitting:
+            lacks_device = all(c.least_nbytes for c in self.candidates)
+            return min(self.candidates, key=lambda c: c.least_nbytes) if lacks_device else self.candidates[0]
+        best = fitting[0]
+        for candidate in fitting[1:]:
+            if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):
+                best = candidate
+        return best
 
 
 def _price(
-    budget: float, schedule: Schedule, plan_with: Callable[[Schedule], Plan], rates: CostRates
+    budget: float, schedule: Schedule, plan_with: Callable[[Schedule], Plan], rates: CostRates | None
 ) -> BudgetCandidate:
     try:
         plan = plan_with(schedule)
     except BudgetError as error:
-        return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
-    cost = price(plan, rates)
+        least_nbytes = 0 if error.moment == Tier.HOST else error.min_device_nbytes
+        return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing", least_nbytes)
     activations_mib = plan.memory.nonmodel_nbytes / 2**20
+    if rates is None:
+        return BudgetCandidate(budget, 0.0, 0.0, f"{activations_mib:.0f} MiB of activations")
+    cost = price(plan, rates)
     outcome = f"{activations_mib:.0f} MiB of activations, bound by {cost.bound}"
     return BudgetCandidate(budget, cost.step_ms, cost.compute_ms, outcome)

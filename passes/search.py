@@ -27,6 +27,8 @@ from chunkc.passes.support.second_homes import candidates
 
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
+SCREENING_ACTIONS = 150_000
+"""As many where schedules are compared, of which one is then searched in full."""
 NUM_SCALES = 5
 """Widths of a step from one count or share to another, each half of the one before, for counts at least 1."""
 MIN_GAIN = 0.002
@@ -52,13 +54,15 @@ class Search:
     """Candidates around ``options``, the caller's wishes, on the rates of one machine.
 
     ``draft_with``: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
-    ``plan_of``: the plan that a draft describes. ``tried``: all candidates, in the order of trial.
+    ``plan_of``: the plan that a draft describes. ``max_actions``: simulated actions after which no more are tried.
+    ``tried``: all candidates, in the order of trial.
     """
 
     draft_with: Callable[[PlanOptions], Draft]
     plan_of: Callable[[Draft], Plan]
     rates: CostRates
     options: PlanOptions
+    max_actions: int = MAX_ACTIONS
     tried: list[Candidate] = field(default_factory=list)
     _drafts: dict[PlanOptions, Draft] = field(default_factory=dict)
     _refused: set[PlanOptions] = field(default_factory=set)
@@ -187,7 +191,7 @@ class Search:
 
     def _best_of(self, best: Candidate, others: Iterable[PlanOptions]) -> Candidate:
         for options in others:
-            if self._num_actions >= MAX_ACTIONS:
+            if self._num_actions >= self.max_actions:
                 break
             if options in self._drafts or options in self._refused:
                 continue

@@ -9,22 +9,38 @@ import torch
 import torch._functorch.config
 import torch._prims.rng_prims
 import torch.fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
 
 def min_cut_partition(
     joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's min-cut rematerialisation partitioner.
+    """Partition a graph that `merge_equal` has prepared by PyTorch's min-cut rematerialisation.
 
     Random operators that backward computes again replay the forward state of their device's generator, which seeds and
     checkpoints reach, where torch would give those of a GPU generators of their own.
     """
-    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+    settings = {"graphsafe_rng_functionalization": False, "cse": False}
+    with torch._functorch.config.patch(settings), _use_lazy_graph_module(True):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
     return forward, backward
+
+
+def merge_equal(joint: torch.fx.GraphModule) -> None:
+    """Leave out of a joint graph, in place, what nothing needs and what is computed twice."""
+    joint.graph.eliminate_dead_code()
+    if torch._functorch.config.cse:
+        joint.graph = fx_graph_cse(joint.graph)
+    joint.recompile()
+
+
+def uncompiled(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """Return a module of ``graph`` with attributes of ``root``; its Python code is made once it runs."""
+    return _LazyGraphModule(root, graph)
 
 
 def saves_random_state(node: torch.fx.Node) -> bool:
@@ -37,6 +53,18 @@ def replays_random_state(node: torch.fx.Node) -> bool:
     return node.target is torch._prims.rng_prims.run_with_rng_state
 
 
+def operator_of(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return operator and arguments of ``node``; of one with a random state, those inside of it."""
+    first = 1 if saves_random_state(node) else 2 if replays_random_state(node) else 0
+    return node.args[first - 1] if first else node.target, node.args[first:], dict(node.kwargs)
+
+
+def result_of(node: torch.fx.Node) -> Any:
+    """Return the fake value of the operator that ``node`` runs, without the random state that it saves."""
+    value = node.meta.get("val")
+    return value[1] if saves_random_state(node) and value is not None else value
+
+
 def decides_recomputation(node: torch.fx.Node) -> bool:
     """Whether the model itself says if ``node`` is kept or computed again (activation checkpointing)."""
     return isinstance(node.meta.get("recompute"), CheckpointPolicy)
@@ -46,12 +74,8 @@ def _default(op: torch._ops.OpOverload, name: str) -> Any:
     return next((a.default_value for a in op._schema.arguments if a.name == name), None)
 
 
-def is_random(node: torch.fx.Node) -> bool:
-    """Whether ``node`` draws random numbers. Attention may, but without dropout it does not."""
-    return draws(node.target, node.args, node.kwargs)
-
-
 def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``op`` draws random numbers. Attention may, but without dropout it does not."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     values = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
@@ -63,6 +87,11 @@ def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
     node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
     if region is None:
         del node.meta["ac_graph_id"]
+
+
+def set_region(node: torch.fx.Node, region: int) -> None:
+    """Number the region of a ``node`` that is computed again; a later region has a larger number."""
+    node.meta["ac_graph_id"] = region
 
 
 def recomputed_region(node: torch.fx.Node) -> int | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from chunkc._torch_compat.core import (
     aot_backend,
@@ -30,10 +30,11 @@ from chunkc._torch_compat.core import (
     refuses_shared_outputs,
     storage_address,
 )
+from chunkc._torch_compat.partitioning import merge_equal
 from chunkc._torch_compat.release import forget_source
 from chunkc._torch_compat.symbolic import has_unbacked_size
 from chunkc.capture.graphs import Captured, SymbolicIteration, build
-from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
+from chunkc.capture.partition import check_outputs, copied, partition, recomputable_layers
 from chunkc.capture.rewrites import PieceSize, rewrite, rewritten_decompositions
 from chunkc.capture.saved_values import source_line
 from chunkc.capture.shared_outputs import return_bases, without_last
@@ -44,6 +45,9 @@ from chunkc.ir.schedule import ParamInfo, Schedule
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes its inputs as a list, which it empties."""
+
+_KEEP_ALL = 1.0
+"""The activation budget with which the partitioner decides alone."""
 
 BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 """From the schedule as a function of the activation budget to the budget to take, and a note on why."""
@@ -185,25 +189,35 @@ class _GraphCapture:
         self._reached = find_reached(joint, options["num_fwd_outputs"])
         if self.tracing.prepare_joint is not None:
             self.tracing.prepare_joint(joint)
-        if self.choose is not None and may_recompute(joint):
-            budget, note = self.choose(partial(self._schedule_with, joint, inputs, options))
-            options = {**options, "keep": budget}
+        merge_equal(joint)
+        tried: dict[float, tuple[GraphModule, GraphModule]] = {}
+        budget = _KEEP_ALL
+        if self.choose is not None and recomputable_layers(joint.graph, self._params_in(joint)):
+            budget, note = self.choose(partial(self._schedule_with, tried, joint, inputs, options))
             self._end_stage("rematerialise", note)
-        forward, self._backward = self._partition(joint, inputs, options)
+        forward, self._backward = tried.get(budget) or self._partition(joint, inputs, {**options, "keep": budget})
         self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
         return forward, self._backward
+
+    def _params_in(self, joint: GraphModule) -> list[Node]:
+        return [n for n in joint.graph.find_nodes(op="placeholder") if n.name in self._names]
 
     def _partition(
         self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[GraphModule, GraphModule]:
-        params = [n for n in joint.graph.find_nodes(op="placeholder") if n.name in self._names]
-        return partition(joint, inputs, params, **options)
+        return partition(joint, inputs, self._params_in(joint), is_merged=True, **options)
 
     def _schedule_with(
-        self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], budget: float
+        self,
+        tried: dict[float, tuple[GraphModule, GraphModule]],
+        joint: GraphModule,
+        inputs: Sequence[Any],
+        options: Mapping[str, Any],
+        budget: float,
     ) -> Schedule:
-        """The schedule of a copy of ``joint`` partitioned with an activation budget."""
-        forward, backward = self._partition(copied(joint), inputs, {**options, "keep": budget})
+        """The schedule of a copy of ``joint`` partitioned with a budget; ``tried`` keeps both graphs."""
+        tried[budget] = self._partition(copied(joint), inputs, {**options, "keep": budget})
+        forward, backward = map(copied, tried[budget])
         return self._build(forward, backward, options["num_fwd_outputs"]).schedule
 
     def _build(self, forward: GraphModule, backward: GraphModule | None, num_user_outputs: int | None) -> Captured:

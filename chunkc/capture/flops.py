@@ -2,12 +2,13 @@
 
 torch counts matrix products, convolutions and attention. That is counted here, of CPU tensors too, which torch leaves
 out: two products in forward, five in backward. Of causal attention only the pairs that are not masked count; kernels
-skip the rest. An operator without a matrix product counts nothing: memory bounds it.
+skip the rest. An operator without a matrix product counts nothing: memory bounds it. One that runs with the state of a
+random generator counts as it does alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from chunkc._torch_compat.core import OpOverload, pytree
+from chunkc._torch_compat.partitioning import operator_of, result_of
 
 _FORWARD_PRODUCTS = 2
 _BACKWARD_PRODUCTS = 5
@@ -22,20 +24,20 @@ _BACKWARD_PRODUCTS = 5
 
 def operator_flops(node: Node) -> int:
     """Operations that ``node`` carries out; a multiplication and an addition are two."""
-    target = node.target
+    target, args, kwargs = operator_of(node)
     if isinstance(target, OpOverload) and "scaled_dot_product" in target._schema.name:
-        return _attention_flops(node, [argument.name for argument in target._schema.arguments])
+        names = [argument.name for argument in target._schema.arguments]
+        return _attention_flops({**dict(zip(names, args, strict=False)), **kwargs}, names)
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     if formula is None:
         return 0
-    args, kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (node.args, dict(node.kwargs)))
+    args, kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (args, kwargs))
     kwargs.pop("out_val", None)
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=result_of(node)))
 
 
-def _attention_flops(node: Node, names: Sequence[str]) -> int:
+def _attention_flops(given: Mapping[str, Any], names: Sequence[str]) -> int:
     """Count for queries [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v]."""
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (_shape(given[name]) for name in ("query", "key", "value"))
     batch, heads, num_queries, width = query
     num_keys, value_width = key[-2], value[-1]

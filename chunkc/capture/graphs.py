@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkc._torch_compat.core import pytree
+from chunkc._torch_compat.partitioning import operator_of
 from chunkc._torch_compat.symbolic import hint_of
 from chunkc.capture.bundles import Bundle, CapturedGraph
 from chunkc.capture.liveness import LiveBytes, Timeline, storages
@@ -197,7 +198,7 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
     node = bundle.main
     return Operator(
         name=node.name,
-        target=str(node.target),
+        target=_target(node),
         reads=tuple(sorted({graph.params[p.name] for p in bundle.reads})),
         grads=tuple(graph.gradients[n.name] for n in bundle.nodes if n.name in graph.gradients),
         flops=traffic.flops,
@@ -210,6 +211,12 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
         num_kernels=traffic.num_kernels,
         tangents_nbytes=live.tangents_nbytes,
     )
+
+
+def _target(node: Node) -> str:
+    """The operator's name, with that of the operator that it runs with a random state."""
+    target, inner = node.target, operator_of(node)[0]
+    return str(target) if inner is target else f"{target}({inner})"
 
 
 def _with_saved(operators: Sequence[Operator], forward: CapturedGraph, backward: CapturedGraph) -> tuple[Operator, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,11 +23,13 @@ from torch.fx.node import map_arg
 from chunkc._torch_compat.core import OpOverload
 from chunkc._torch_compat.partitioning import (
     decides_recomputation,
-    is_random,
+    merge_equal,
     min_cut_partition,
     recomputed_region,
+    set_region,
     tag_must_recompute,
     tag_must_save,
+    uncompiled,
 )
 from chunkc.capture.random_states import drop_idle_states
 from chunkc.capture.symbolic import save_sizes
@@ -82,19 +84,29 @@ def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
 
 
 def partition(
-    joint: GraphModule, inputs: Sequence[Any], params: Collection[Node], keep: float = 1.0, **options: Any
+    joint: GraphModule,
+    inputs: Sequence[Any],
+    params: Collection[Node],
+    keep: float = 1.0,
+    *,
+    is_merged: bool = False,
+    **options: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """Return forward and backward graphs of ``joint``, whose placeholders ``params`` are parameters.
 
-    A share ``keep`` of the layers keeps the activations that the partitioner chooses (`recompute_layers`). CaptureError
-    when the partitioner saved a view or a cast of a parameter all the same.
+    A share ``keep`` of the layers keeps the activations that the partitioner chooses (`recompute_layers`);
+    ``is_merged``: `merge_equal` was called. CaptureError when the partitioner saved a view or a cast of a parameter
+    all the same.
     """
+    names = {p.name for p in params}
+    if not is_merged:
+        merge_equal(joint)
+        params = [n for n in joint.graph.find_nodes(op="placeholder") if n.name in names]
     cone = param_cone(joint.graph, params)
     for node in cone - set(params):
         tag_must_recompute(node)
     recompute_layers(joint.graph, cone, keep)
     save_borders(joint.graph, cone)
-    names = {p.name for p in params}
     forward, backward = min_cut_partition(joint, inputs, **options)
     save_sizes(forward, backward)
     drop_idle_states(forward, backward)
@@ -103,33 +115,46 @@ def partition(
 
 
 def copied(module: GraphModule) -> GraphModule:
+    """Return a copy of ``module`` for another partition; both share constants and fake tensors."""
     graph = Graph()
     outputs = graph.graph_copy(module.graph, {})
     graph.output(outputs).meta = dict(module.graph.find_nodes(op="output")[0].meta)
-    return GraphModule(module, graph)
+    return uncompiled(module, graph)
 
 
-def may_recompute(joint: GraphModule) -> bool:
-    """Whether what is computed again in backward is ours to choose: the model does not say it (activation
-    checkpointing), and draws no random numbers, which a second computation would have to draw again."""
-    return not any(decides_recomputation(n) or is_random(n) for n in joint.graph.nodes)
+def recomputable_layers(graph: Graph, params: Collection[Node]) -> list[str]:
+    """Return the layers of forward that are ours to recompute.
+
+    The model itself says of none of their operators whether it is kept. A layer is the outermost module whose path ends
+    in a number. ``params`` are placeholders of parameters.
+    """
+    return _undecided(_forward_layers(graph, param_cone(graph, params)))
+
+
+def _undecided(layer_of: Mapping[Node, str]) -> list[str]:
+    decided = {layer for node, layer in layer_of.items() if decides_recomputation(node)}
+    return [layer for layer in dict.fromkeys(layer_of.values()) if layer and layer not in decided]
 
 
 def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
     """Have backward compute the inside of layers again: of a layer only what others read is saved.
 
-    So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016). A layer is
-    the outermost module whose path ends in a number. A share ``keep``, spread evenly, keep their activations. ``cone``,
-    of views and casts of parameters, is never saved.
+    So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016), by which the
+    model may recompute other layers. A share ``keep`` of the `recomputable_layers`, spread evenly, keep their
+    activations. ``cone``, of views and casts of parameters, is never saved.
     """
     layer_of = _forward_layers(graph, cone)
-    layers = [layer for layer in dict.fromkeys(layer_of.values()) if layer]
-    again = {layer: i for i, layer in enumerate(layers) if int((i + 1) * (1 - keep)) > int(i * (1 - keep))}
-    inside = {node: layer for node, layer in layer_of.items() if layer in again}
-    for node, layer in inside.items():
-        tag_must_recompute(node, again[layer])
-    for node, layer in inside.items():
-        if any(layer_of[user] != layer for user in node.users if user in layer_of):
+    again = {layer for i, layer in enumerate(_undecided(layer_of)) if int((i + 1) * (1 - keep)) > int(i * (1 - keep))}
+    if not again:
+        return
+    number: dict[str | int, int] = {}
+    for node, layer in layer_of.items():
+        if layer in again:
+            tag_must_recompute(node, number.setdefault(layer, len(number)))
+        elif (region := recomputed_region(node)) is not None:
+            set_region(node, number.setdefault(region, len(number)))
+    for node, layer in layer_of.items():
+        if layer in again and any(layer_of[user] != layer for user in node.users if user in layer_of):
             save_result(node, cone)
 
 

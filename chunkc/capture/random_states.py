@@ -16,8 +16,11 @@ from chunkc._torch_compat.partitioning import draws, replays_random_state, saves
 
 
 def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:
-    """Run operators that draw nothing as they are, in both graphs of a partition, in place; others get the
-    metadata of their results in backward too, so that their bytes count."""
+    """Run operators that draw nothing as they are, in both graphs of a partition, in place.
+
+    Others get the metadata of their results, in backward too, and both graphs know a saved state as one value, so that
+    bytes count.
+    """
     states = [n for n in forward.graph.find_nodes(op="output")[0].args[0] if _is_state(n)]
     replays = [n for n in backward.graph.nodes if replays_random_state(n)]
     of_input = {n.args[0]: n for n in replays}
@@ -26,6 +29,8 @@ def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:
         saving, replaying = state.args[0], of_input[received]
         results = [n for n in saving.users if n is not state]
         replaying.meta = {**(results[0] if results else saving).meta, **replaying.meta}
+        saving.meta = {**replaying.meta, "val": (state.meta["val"], replaying.meta.get("val"))}
+        received.meta["val"] = state.meta["val"]
         if not draws(saving.args[0], saving.args[1:], saving.kwargs):
             _run_plainly(forward.graph, state, saving, results)
             _replay_plainly(backward.graph, received, replaying)

@@ -5,11 +5,14 @@ fuses makes one kernel of neighbours without a matrix product. Such a *run*, bet
 once what was made outside of it, and writes once what is needed there. That is the least that any fusion moves:
 reductions over different axes, or a segment boundary, split it.
 
+An operator that saves or replays the state of a random generator is a kernel by itself, whatever fuses.
+
 Lookups (embedding, index) read the rows they return and not the table.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
+from chunkc._torch_compat.partitioning import operator_of
 from chunkc.capture.bundles import Bundle
 from chunkc.capture.flops import operator_flops
 from chunkc.capture.partition import is_view
@@ -43,7 +47,7 @@ def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, .
     sizes = cache(_nbytes)
     for bundle in bundles:
         flops = operator_flops(bundle.main)
-        if flops == 0 and fuses:
+        if flops == 0 and fuses and operator_of(bundle.main)[0] is bundle.main.target:
             run.append(bundle)
             continue
         traffic += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
@@ -115,8 +119,10 @@ def _reads(bundle: Bundle, sizes: Sizes) -> Iterator[tuple[Node, int]]:
 
 
 def _values(bundle: Bundle) -> list[Node]:
+    """Results of the operator, unpacked where it has several."""
     position = bundle.nodes.index(bundle.main)
-    return list(bundle.nodes[position + 1 :]) or [bundle.main]
+    nodes = bundle.nodes[position + 1 :]
+    return [n for n in nodes if not any(u.target is operator.getitem for u in n.users)] or [bundle.main]
 
 
 def _base(node: Node) -> Node:

@@ -27,6 +27,7 @@ import torch
 from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
+from chunkc._torch_compat.partitioning import operator_of, result_of
 from chunkc.capture.attention.workspace import gpu_attention_nbytes
 
 aten = torch.ops.aten
@@ -50,10 +51,12 @@ _CONTIGUOUS = frozenset(
 
 
 def workspace_nbytes(node: Node) -> int:
-    packet = getattr(node.target, "overloadpacket", None)
-    arguments = [n.meta.get("val") for n in node.args if isinstance(n, Node)]
+    """Bytes of `kernel_workspace_nbytes` for the operator of ``node``, which may run with a random state."""
+    target, args, _ = operator_of(node)
+    arguments = [n.meta.get("val") for n in args if isinstance(n, Node)]
     arguments += [n.meta.get("val") for n in node.all_input_nodes if n not in node.args]
-    return kernel_workspace_nbytes(packet, _tensors(arguments), _tensors(pytree.tree_leaves(node.meta.get("val"))))
+    packet, results = getattr(target, "overloadpacket", None), pytree.tree_leaves(result_of(node))
+    return kernel_workspace_nbytes(packet, _tensors(arguments), _tensors(results))
 
 
 def kernel_workspace_nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:

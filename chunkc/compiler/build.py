@@ -41,6 +41,7 @@ from chunkc.passes import (
 )
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
+from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.passes.support.budget import too_small
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.execution.bound_action import CompiledGraph
@@ -183,17 +184,15 @@ def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{more} {'was' if len(names) == 1 else 'were'}"
 
 
-def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
-    """Return what chooses activation budgets; None, which keeps all, without the machine's rates."""
-    rates = request.target.rates
-    if rates is None:
-        return None
+def budget_chooser(request: PlanRequest) -> BudgetChooser:
+    """Return what chooses activation budgets; without the machine's rates it keeps what fits."""
+
+    def plan_with(schedule: Schedule) -> Plan:
+        schedule = with_norms(schedule) if request.options.tracks_grad_norm else schedule
+        return _plan(schedule, request.target, request, max_actions=SCREENING_ACTIONS).plan
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
-        measures = request.options.tracks_grad_norm
-        choice = choose_budget(
-            schedule_with, lambda s: _plan(with_norms(s) if measures else s, request.target, request).plan, rates
-        )
+        choice = choose_budget(schedule_with, plan_with, request.target.rates)
         return choice.budget, choice.note
 
     return choose
@@ -205,10 +204,10 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
     return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
 
 
-def _plan(schedule: Schedule, target: Target, request: PlanRequest) -> Planned:
+def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions: int = MAX_ACTIONS) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
-        return make_fastest_plan(schedule, target, options, passes=passes)
+        return make_fastest_plan(schedule, target, options, passes=passes, max_actions=max_actions)
     if not schedule.is_evaluation:
         return make_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:

@@ -9,13 +9,18 @@ import torch.nn.functional as F
 from captures import capture_once
 from models import CASES
 from torch import nn
-from torch.fx import Graph
+from torch._prims import rng_prims
+from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from chunkc._torch_compat.core import OpOverload
 from chunkc.capture.flops import operator_flops
 from chunkc.capture.graphs import Captured
+from chunkc.capture.workspace import BASE_NBYTES, workspace_nbytes
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.work import Kind, work_of
+
+aten = torch.ops.aten
 
 
 class Attention(nn.Module):
@@ -34,6 +39,32 @@ class Attention(nn.Module):
 def attention_flops(captured: Captured) -> list[int]:
     operators = [op for graph in captured.schedule.graphs for op in graph.operators]
     return [op.flops for op in operators if "scaled_dot_product" in op.target]
+
+
+def with_states(graph: Graph, node: Node) -> list[Node]:
+    """``node`` as it runs where its random state is saved, and where that is replayed."""
+    state = graph.placeholder("state")
+    state.meta["val"] = torch.get_rng_state()
+    saving = graph.call_function(rng_prims.run_and_save_rng_state, (node.target, *node.args), dict(node.kwargs))
+    saving.meta["val"] = state.meta["val"], node.meta["val"]
+    replaying = graph.call_function(rng_prims.run_with_rng_state, (state, node.target, *node.args), dict(node.kwargs))
+    replaying.meta["val"] = node.meta["val"]
+    return [saving, replaying]
+
+
+@pytest.mark.parametrize("op", [aten._scaled_dot_product_flash_attention_for_cpu.default, aten.bmm.default])
+def test_an_operator_with_a_random_state_counts_as_it_does_alone(op: OpOverload) -> None:
+    shapes = [(2, 3, 8, 16)] * 3 if "attention" in str(op) else [(2, 8, 16), (2, 16, 8)]
+    graph, values = Graph(), [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    inputs = [graph.placeholder(f"x{i}") for i in range(len(values))]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["val"] = value
+    plain = graph.call_function(op, tuple(inputs))
+    plain.meta["val"] = op(*values)
+    assert operator_flops(plain) > 0 and workspace_nbytes(plain) > BASE_NBYTES
+    for node in with_states(graph, plain):
+        assert operator_flops(node) == operator_flops(plain)
+        assert workspace_nbytes(node) == workspace_nbytes(plain)
 
 
 BATCH, HEADS, WIDTH = 2, 3, 16

@@ -13,7 +13,8 @@ from chunkc._torch_compat.partitioning import replays_random_state
 from chunkc.capture.graphs import Captured
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 32, 16
-REPLAY = "run_with_rng_state"
+SAVE, REPLAY = "run_and_save_rng_state", "run_with_rng_state"
+DROPOUT = "aten.native_dropout.default"
 
 
 class Layer(nn.Module):
@@ -74,7 +75,25 @@ def test_its_work_is_counted() -> None:
 def test_masks_are_still_replayed() -> None:
     _, backward = targets(captured_with(0.3))
     assert num_attentions(backward) == 3, "attention beside dropout is still itself"
-    assert backward[REPLAY] == 3, "one state for each dropout"
+    assert backward[f"{REPLAY}({DROPOUT})"] == 3, "one state for each dropout"
+
+
+def test_a_state_is_a_saved_value() -> None:
+    captured = captured_with(0.3)
+    saving = [op for op in captured.schedule.forward.operators if op.target == f"{SAVE}({DROPOUT})"]
+    readers = [captured.schedule.backward.operators[op.read_by[0]].target for op in saving]
+    assert [op.saved_nbytes for op in saving] == 3 * [torch.get_rng_state().numel()]
+    assert readers == 3 * [f"{REPLAY}({DROPOUT})"]
+
+
+def test_an_operator_with_a_state_moves_what_it_moves_alone_and_the_state() -> None:
+    """Forward needs its result alone, and backward its mask, of a byte for each element; the loss needs both."""
+    tokens_nbytes, state_nbytes = BATCH * TOKENS * WIDTH * 4, torch.get_rng_state().numel()
+    results_nbytes = tokens_nbytes, tokens_nbytes // 4
+    for graph, result_nbytes in zip(captured_with(0.3).schedule.graphs, results_nbytes, strict=True):
+        found = [op for op in graph.operators if "rng_state" in op.target]
+        nbytes = state_nbytes + tokens_nbytes + result_nbytes
+        assert [(op.nbytes, op.dtype) for op in found[1:]] == 2 * [(nbytes, "float32")]
 
 
 def test_gradients_are_those_of_plain_pytorch() -> None:
@@ -106,5 +125,5 @@ def test_what_is_drawn_again_counts_in_backward() -> None:
     captured = capture_once(model, torch.randn(BATCH, TOKENS, WIDTH))
     found = [n for n in captured.backward.module.graph.nodes if replays_random_state(n)]
     assert [n.meta["val"].shape for n in found] == [(BATCH, TOKENS, WIDTH)]
-    (again,) = (op for op in captured.schedule.backward.operators if op.target == REPLAY)
+    (again,) = (op for op in captured.schedule.backward.operators if op.target.startswith(REPLAY))
     assert again.live_nbytes >= BATCH * TOKENS * WIDTH * 4

@@ -9,8 +9,8 @@ from schedules import chain, target
 
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import make_fastest_plan
-from chunkc.passes.rematerialise import BUDGETS, KEEP_ALL, choose_budget
+from chunkc.passes import make_fastest_plan, rematerialise
+from chunkc.passes.rematerialise import BUDGETS, KEEP_ALL, RECOMPUTE_ALL, choose_budget
 
 NUMEL = 4096
 LAYERS = 8
@@ -59,10 +59,39 @@ def test_a_model_that_fits_with_recomputation_only_is_planned_with_it() -> None:
     assert budget < KEEP_ALL and math.isfinite(min(step_ms))
 
 
-def test_where_nothing_fits_the_partitioner_decides_and_the_refusal_is_the_passes() -> None:
+def test_where_nothing_fits_the_choice_needs_least_device_memory() -> None:
     budget, tried, step_ms = choose(100 * CHUNK_NBYTES, extra_units=1)
-    assert budget == KEEP_ALL and tried == [KEEP_ALL, *BUDGETS]
+    assert budget == RECOMPUTE_ALL and tried == [KEEP_ALL, *BUDGETS]
     assert all(math.isinf(ms) for ms in step_ms)
+
+
+def test_where_host_memory_misses_everything_is_kept() -> None:
+    small = target(ROOM_NBYTES, host=CHUNK_NBYTES)
+    choice = choose_budget(
+        lambda b: schedule_with(b, CHUNK_NBYTES, 1), lambda schedule: make_fastest_plan(schedule, small).plan, None
+    )
+    assert choice.budget == KEEP_ALL and not any(c.fits for c in choice.candidates)
+
+
+@pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.75), (6, 0.5), (12, 0.25), (20, 0.0)])
+def test_without_rates_as_much_is_kept_as_fits(kept_chunks: int, wanted: float) -> None:
+    choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_without_rates, None)
+    assert choice.budget == wanted
+    assert [c.fits for c in choice.candidates] == [False] * (len(choice.candidates) - 1) + [True]
+
+
+def plan_without_rates(schedule: Schedule) -> Plan:
+    return make_fastest_plan(schedule, target(ROOM_NBYTES)).plan
+
+
+@pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.75), (12, 0.25), (20, 0.0), (100, 0.0)])
+def test_of_large_graphs_few_budgets_are_tried(
+    kept_chunks: int, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rematerialise, "MANY_OPERATORS", LAYERS)
+    choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_without_rates, None)
+    assert choice.budget == wanted and len(choice.candidates) <= 4
+    assert len({c.budget for c in choice.candidates}) == len(choice.candidates)
 
 
 def test_a_step_that_is_computation_alone_is_left_as_it_is() -> None:
