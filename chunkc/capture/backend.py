@@ -50,11 +50,15 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class TracingOptions:
-    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel."""
+    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel.
+
+    ``device_type``: whose kernels will run what is traced; None for those of the device it is traced on.
+    """
 
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
     fuses: bool = False
+    device_type: str | None = None
 
 
 class ModelTensors:
@@ -198,7 +202,7 @@ class _GraphCapture:
         """The iteration of partitioned graphs, in place, or of copies at the sizes of the call."""
         reached = self._reached if backward is not None else None
         facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.handed_in)
-        build_one = partial(_build, facts=facts, fuses=self.tracing.fuses)
+        build_one = partial(_build, facts=facts, fuses=self.tracing.fuses, device_type=self.tracing.device_type)
         symbolic = SymbolicIteration.of(forward, backward, build_one)
         return build_one(forward, backward) if symbolic is None else symbolic.at(symbolic.sizes())
 
@@ -257,8 +261,15 @@ class _GraphCapture:
                 )
 
 
-def _build(forward: GraphModule, backward: GraphModule | None, *, facts: tuple[Any, ...], fuses: bool) -> Captured:
-    return build(forward, backward, *facts, fuses=fuses)
+def _build(
+    forward: GraphModule,
+    backward: GraphModule | None,
+    *,
+    facts: tuple[Any, ...],
+    fuses: bool,
+    device_type: str | None,
+) -> Captured:
+    return build(forward, backward, *facts, fuses=fuses, device_type=device_type)
 
 
 def _operator_names(module: GraphModule) -> list[str]:

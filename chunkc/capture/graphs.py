@@ -126,12 +126,14 @@ def build(
     handed_in: Collection[int],
     *,
     fuses: bool,
+    device_type: str | None = None,
 ) -> Captured:
     """Build the captured iteration of partitioned graphs, in place; an evaluation has no ``backward``.
 
     ``names`` are parameter indexes by placeholder name, in both graphs; ``input_params`` those of the joint graph's
     inputs but tangents, or None; ``num_user_outputs`` of forward are not merely saved (None: all); ``reached`` is
-    `find_reached` of the joint graph, None for an evaluation; ``handed_in`` are positions of inputs of the caller's.
+    `find_reached` of the joint graph, None for an evaluation; ``handed_in`` are positions of inputs of the caller's;
+    ``device_type`` as of `workspace_nbytes`.
     """
     inputs = forward.graph.find_nodes(op="placeholder")
     num_samples, num_tokens = batch_size(n.meta.get("val") for i, n in enumerate(inputs) if i in handed_in)
@@ -144,7 +146,7 @@ def build(
     made = {node.name: param for node, param in pairs if param is not None and isinstance(node, Node)}
     bwd = CapturedGraph.of(backward, names, made)
     user = [n for n in fwd.outputs()[:num_user_outputs] if isinstance(n, Node)]
-    timeline = Timeline(fwd, bwd, user)
+    timeline = Timeline(fwd, bwd, user, fuses=fuses)
     live = timeline.live_bytes()
     split = len(fwd.bundles)
     computed = {n.name for b in bwd.bundles for n in b.nodes}
@@ -153,8 +155,8 @@ def build(
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
         params=tuple(infos),
-        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses), fwd, bwd)),
-        backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses)),
+        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses, device_type), fwd, bwd)),
+        backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses, device_type)),
         held_nbytes=timeline.held_nbytes,
         num_samples=num_samples,
         num_tokens=num_tokens,
@@ -188,12 +190,17 @@ def separate_gradients(backward: GraphModule, gradients: Sequence[int | None]) -
     output.args = (type(output.args[0])(entries),)
 
 
-def _operators(graph: CapturedGraph, live: Sequence[LiveBytes], fuses: bool) -> tuple[Operator, ...]:
+def _operators(
+    graph: CapturedGraph, live: Sequence[LiveBytes], fuses: bool, device_type: str | None
+) -> tuple[Operator, ...]:
     traffic = operator_traffic(graph.bundles, fuses)
-    return tuple(_operator(graph, *facts) for facts in zip(graph.bundles, live, traffic, strict=True))
+    facts = zip(graph.bundles, live, traffic, strict=True)
+    return tuple(_operator(graph, *of_one, device_type) for of_one in facts)
 
 
-def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Traffic) -> Operator:
+def _operator(
+    graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Traffic, device_type: str | None
+) -> Operator:
     node = bundle.main
     return Operator(
         name=node.name,
@@ -204,11 +211,12 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
         nbytes=traffic.nbytes,
         live_nbytes=live.during_nbytes,
         live_after_nbytes=live.after_nbytes,
-        workspace_nbytes=workspace_nbytes(node),
+        workspace_nbytes=workspace_nbytes(node, device_type),
         layer=module_path(node),
         dtype=_dtype(node),
         num_kernels=traffic.num_kernels,
         tangents_nbytes=live.tangents_nbytes,
+        crossing_nbytes=live.crossing_nbytes,
     )
 
 

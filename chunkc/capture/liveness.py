@@ -18,16 +18,21 @@ import torch
 from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
-from chunkc.capture.bundles import Bundle, CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
+from chunkc.capture.fusion import Fusion
 
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """Bytes alive while an operator runs, those of tangents among them, and once it has run."""
+    """Bytes alive while an operator runs, those of tangents among them, and once it has run.
+
+    ``crossing_nbytes``: more bytes alive before it if a segment begins with it (`chunkc.capture.fusion`).
+    """
 
     during_nbytes: int
     after_nbytes: int
     tangents_nbytes: int = 0
+    crossing_nbytes: int = 0
 
 
 def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
@@ -61,8 +66,16 @@ def _elements_nbytes(node: Node) -> int:
 class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
-    def __init__(self, forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node]) -> None:
-        """``user_outputs``: outputs of ``forward`` that the user gets. Payloads of parameters do not count."""
+    def __init__(
+        self, forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node], *, fuses: bool = False
+    ) -> None:
+        """``user_outputs``: outputs of ``forward`` that the user gets. Payloads of parameters do not count.
+
+        ``fuses``: operators are fused to kernels, which keep what `Fusion` says; else each writes its values to memory.
+        """
+        self._fuses = fuses
+        self._discounts: dict[int, int] = defaultdict(int)
+        self._crossing: dict[int, int] = defaultdict(int)
         inputs = forward.other_inputs()
         self._sizes: dict[Hashable, int] = {}
         self._birth: dict[Hashable, int] = {}
@@ -75,10 +88,10 @@ class Timeline:
         self.held_nbytes = self._total(held)
         self._previous_output_nbytes = self._total(user_outputs) - self._total(set(user_outputs) & set(inputs))
         self._touch(inputs, -1)
-        self._walk(forward.bundles, 0)
+        self._walk(forward, 0)
         self._tangents = [n for n in backward.other_inputs() if n.name.startswith("tangents")]
         self._touch(backward.other_inputs(), self._num_forward)
-        self._walk(backward.bundles, self._num_forward)
+        self._walk(backward, self._num_forward)
         self._touch(held, end)
         self._touch((n for n in forward.outputs() if isinstance(n, Node)), self._num_forward)
 
@@ -95,10 +108,50 @@ class Timeline:
                 self._birth.setdefault(key, position)
                 self._death[key] = max(position, self._death.get(key, position))
 
-    def _walk(self, bundles: Sequence[Bundle], start: int) -> None:
-        for offset, bundle in enumerate(bundles):
+    def _walk(self, graph: CapturedGraph, start: int) -> None:
+        if self._fuses:
+            return self._walk_fused(graph, start)
+        for offset, bundle in enumerate(graph.bundles):
             self._touch(bundle.nodes, start + offset)
             self._touch((a for n in bundle.nodes for a in n.all_input_nodes), start + offset)
+        return None
+
+    def _walk_fused(self, graph: CapturedGraph, start: int) -> None:
+        outputs = [n for n in graph.outputs() if isinstance(n, Node)]
+        fusion = Fusion(graph.bundles, outputs)
+        replaced, unmade = [], []
+        for position, bundle in enumerate(graph.bundles, start):
+            access = fusion.access(bundle)
+            self._touch((*access.made, *access.read), position)
+            replaced += [(position, source, result) for source, result in access.replaced]
+            unmade += [(position, node) for node in access.unmade]
+        ends_early = self._last_reads(graph, start)
+        for position, node in unmade:
+            for key, nbytes in self._storages(node):
+                self._cross(position, ends_early.pop(key, position), nbytes)
+        for position, source, result in replaced:
+            before, after = (next(key for key, _ in self._storages(n)) for n in (source, result))
+            if before != after and self._death[before] == position == self._birth[after]:
+                self._discounts[position] += self._sizes[after]
+                self._cross(self._birth[before], position, self._sizes[after])
+                ends_early.pop(before, None)
+        stay = {key for n in (*graph.other_inputs(), *outputs) for key, _ in self._storages(n)}
+        for key, last in ends_early.items():
+            if key not in stay and key in self._death:
+                self._cross(last, self._death[key], -self._sizes[key])
+
+    def _last_reads(self, graph: CapturedGraph, start: int) -> dict[Hashable, int]:
+        """Positions at which operators by themselves would last read each storage."""
+        last: dict[Hashable, int] = {}
+        for position, bundle in enumerate(graph.bundles, start):
+            for node in (a for n in bundle.nodes for a in n.all_input_nodes):
+                last |= {key: position for key, _ in self._storages(node)}
+        return last
+
+    def _cross(self, after: int, until: int, nbytes: int) -> None:
+        """``nbytes`` more are alive at cuts behind operator ``after``, up to the one in front of ``until``."""
+        self._crossing[after + 1] += nbytes
+        self._crossing[max(after, until) + 1] -= nbytes
 
     def live_bytes(self) -> list[LiveBytes]:
         births: dict[int, int] = defaultdict(int)
@@ -108,12 +161,14 @@ class Timeline:
             births[self._birth[key]] += nbytes
             deaths[self._death[key]] += nbytes
         live: list[LiveBytes] = []
-        alive = births[-1]
+        alive, crossing = births[-1], 0
         for position in range(self._num_operators):
-            alive += births[position]
+            alive += births[position] - self._discounts[position]
+            crossing += self._crossing[position]
             extra = self._previous_output_nbytes if position < self._num_forward else 0
             is_backward = position >= self._num_forward
             given = sum(n for key, n in tangents if is_backward and self._death.get(key, -1) >= position)
-            live.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
-            alive -= deaths[position]
+            after = alive + extra - deaths[position] + self._discounts[position]
+            live.append(LiveBytes(alive + extra, after, given, max(0, crossing)))
+            alive -= deaths[position] - self._discounts[position]
         return live

@@ -145,6 +145,8 @@ def capture_ahead(
 
     started = time.perf_counter()
     in_fp32, tracing = in_fp32 or Fp32Modules(), SegmentCompiler.of(backend).tracing
+    if is_for_gpu:
+        tracing = replace(tracing, device_type="cuda")
     params = list(unique_params(model))
     fakes = _Fakes(dict(zip(params, param_infos(model, dtype, in_fp32.params), strict=True)))
     with in_fp32.attached(), FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):

@@ -67,6 +67,7 @@ def _capped(
             op,
             live_nbytes=max(0, min(op.live_nbytes, nbytes.live_nbytes - waiting[i])),
             live_after_nbytes=max(0, min(op.live_after_nbytes, nbytes.live_nbytes - after[i])),
+            crossing_nbytes=op.crossing_nbytes if i else 0,
         )
         for i, op in enumerate(operators)
     ]
