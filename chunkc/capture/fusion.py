@@ -14,13 +14,15 @@ The rules are those of ``torch._inductor`` (``ir.StorageBox.should_realize_on_re
     what may be made       takes no memory where all of its readers are in its own kernel: no library kernel stands
                            between them, and they do not reduce both rows and columns
     a result takes over    the memory of a source of its size and dtype that its kernel reads last
+    a product waits        for what is added to it alone, and is added in the same kernel (``addmm``); on a GPU not
+                           where element-wise operators alone read the sum (``post_grad.should_prefer_unfused_addmm``)
 
 Segments cut a graph, and what crosses a cut is made. Where that is not so without the cut, `Access.crossing` says it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -142,8 +144,10 @@ class _Value:
 class Fusion:
     """The accesses of the operators of one graph."""
 
-    def __init__(self, bundles: Sequence[Bundle], outputs: Collection[Node]) -> None:
-        """``outputs``: nodes that leave the graph."""
+    def __init__(self, bundles: Sequence[Bundle], outputs: Collection[Node], device_type: str = "cpu") -> None:
+        """``outputs``: nodes that leave the graph; ``device_type``: for which it is compiled, ``cpu`` or ``cuda``."""
+        self._sums = dict(_sums_of_products(bundles, device_type))
+        self._products = set(self._sums.values())
         self._values: dict[Node, _Value] = {}
         self._outputs = {base_of(n) for n in outputs}
         for bundle in bundles:
@@ -151,8 +155,11 @@ class Fusion:
         self._vanished = {n for n, v in self._values.items() if v.is_made and v.may_vanish and _is_inside(v)}
         self._made: dict[Node, dict[Node, None]] = {}
 
+    def _kind(self, node: Node) -> Kind:
+        return Kind.LIBRARY if node in self._sums else kind_of(node)
+
     def _add(self, bundle: Bundle) -> None:
-        kind = kind_of(bundle.main)
+        kind = self._kind(bundle.main)
         if kind is Kind.VIEW:
             return
         sources, level, num_operations = self._computing(bundle)
@@ -193,8 +200,9 @@ class Fusion:
     def _decide(self, node: Node, value: _Value) -> None:
         kind = value.kind
         users = list(users_of(node))
-        is_needed = node in self._outputs or any(kind_of(u) is Kind.LIBRARY for u in users)
+        is_needed = node in self._outputs or any(self._kind(u) is Kind.LIBRARY for u in users)
         if kind in (Kind.LIBRARY, Kind.SCATTER):
+            value.is_made = node not in self._products
             return
         if kind in (Kind.ROWS, Kind.COLUMNS, Kind.RANDOM):
             value.may_vanish = not is_needed
@@ -217,7 +225,7 @@ class Fusion:
         return self._made[base]
 
     def access(self, bundle: Bundle) -> Access:
-        kind = kind_of(bundle.main)
+        kind = self._kind(bundle.main)
         if kind is Kind.VIEW:
             return Access((), ())
         mine = values_of(bundle)
@@ -239,6 +247,20 @@ class Fusion:
                 free.remove(source)
                 pairs.append((source, result))
         return tuple(pairs)
+
+
+def _sums_of_products(bundles: Sequence[Bundle], device_type: str) -> Iterator[tuple[Node, Node]]:
+    """Pairs (sum, matrix product) that one kernel computes."""
+    for node in (bundle.main for bundle in bundles):
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != len(node.args):
+            continue
+        if device_type == "cuda" and all(kind_of(user) in (Kind.POINTWISE, Kind.VIEW) for user in node.users):
+            continue
+        for given in node.all_input_nodes:
+            is_alone = given.target is aten.mm.default and len(given.users) == 1
+            if is_alone and given.meta["val"].shape == node.meta["val"].shape:
+                yield node, given
+                break
 
 
 def _is_inside(value: _Value) -> bool:

@@ -146,7 +146,7 @@ def build(
     made = {node.name: param for node, param in pairs if param is not None and isinstance(node, Node)}
     bwd = CapturedGraph.of(backward, names, made)
     user = [n for n in fwd.outputs()[:num_user_outputs] if isinstance(n, Node)]
-    timeline = Timeline(fwd, bwd, user, fuses=fuses)
+    timeline = Timeline(fwd, bwd, user, fuses=fuses, device_type=device_type or "cpu")
     live = timeline.live_bytes()
     split = len(fwd.bundles)
     computed = {n.name for b in bwd.bundles for n in b.nodes}

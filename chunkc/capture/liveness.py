@@ -67,13 +67,20 @@ class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
     def __init__(
-        self, forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node], *, fuses: bool = False
+        self,
+        forward: CapturedGraph,
+        backward: CapturedGraph,
+        user_outputs: Sequence[Node],
+        *,
+        fuses: bool = False,
+        device_type: str = "cpu",
     ) -> None:
         """``user_outputs``: outputs of ``forward`` that the user gets. Payloads of parameters do not count.
 
-        ``fuses``: operators are fused to kernels, which keep what `Fusion` says; else each writes its values to memory.
+        ``fuses``: operators are fused to kernels for ``device_type``, which keep what `Fusion` says; else each writes
+        its values to memory.
         """
-        self._fuses = fuses
+        self._fuses, self._device_type = fuses, device_type
         self._discounts: dict[int, int] = defaultdict(int)
         self._crossing: dict[int, int] = defaultdict(int)
         inputs = forward.other_inputs()
@@ -118,7 +125,7 @@ class Timeline:
 
     def _walk_fused(self, graph: CapturedGraph, start: int) -> None:
         outputs = [n for n in graph.outputs() if isinstance(n, Node)]
-        fusion = Fusion(graph.bundles, outputs)
+        fusion = Fusion(graph.bundles, outputs, self._device_type)
         replaced, unmade = [], []
         for position, bundle in enumerate(graph.bundles, start):
             access = fusion.access(bundle)

@@ -111,6 +111,7 @@ def _gpu() -> Iterator[None]:
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import scheduler
+    from torch._inductor.fx_passes import reinplace
 
     answers: dict[str, Any] = {
         "get_device_properties": lambda device=None: _H100(),
@@ -127,6 +128,7 @@ def _gpu() -> Iterator[None]:
         for name in ("get_device_properties", "current_device"):
             stack.enter_context(mock.patch.object(CudaInterface.Worker, name, staticmethod(answers[name])))
         stack.enter_context(mock.patch.object(scheduler, "has_triton", lambda *_: True))
+        stack.enter_context(mock.patch.object(reinplace, "_inplace_generalized_scatter", lambda given, *_: given))
         stack.enter_context(mock.patch.object(FakeTensorProp, "propagate_dont_convert_inputs", lambda *_: None))
         stack.enter_context(mock.patch.object(type(triton.runtime.driver), "active", _Driver()))
         yield
