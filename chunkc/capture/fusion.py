@@ -8,9 +8,10 @@ read, and keeps only its sources:
 
 The rules are those of ``torch._inductor`` (``ir.StorageBox.should_realize_on_reuse``, ``scheduler``):
 
-    a value is made        when a matrix product, another library kernel or a scatter reads it, or it leaves the graph
+    a value is made        when a matrix product or another library kernel reads it, or it leaves the graph
     a value may be made    when it is read more than once and reads more than 4 buffers or takes more than 30
-                           operations; when it reads more than 8; and when it is reduced or drawn at random
+                           operations; when it reads more than 8; and when it is drawn at random
+    what is reduced        is made, and never reduced again
     what may be made       takes no memory where all of its readers are in its own kernel: no library kernel stands
                            between them, and they do not reduce both rows and columns
     a result takes over    the memory of a source of its size and dtype that its kernel reads last
@@ -204,7 +205,9 @@ class Fusion:
         if kind in (Kind.LIBRARY, Kind.SCATTER):
             value.is_made = node not in self._products
             return
-        if kind in (Kind.ROWS, Kind.COLUMNS, Kind.RANDOM):
+        if kind in (Kind.ROWS, Kind.COLUMNS):
+            return
+        if kind is Kind.RANDOM:
             value.may_vanish = not is_needed
             return
         is_reused = len(users) > 1
@@ -266,10 +269,8 @@ def _sums_of_products(bundles: Sequence[Bundle], device_type: str) -> Iterator[t
 def _is_inside(value: _Value) -> bool:
     """Whether all readers are in the kernel that makes a value."""
     kinds = {kind for kind, _ in value.readers}
-    if value.kind is Kind.COLUMNS:
-        return False
     return all(level == value.level for _, level in value.readers) and not (
-        Kind.COLUMNS in kinds and (Kind.ROWS in kinds or value.kind is Kind.ROWS)
+        Kind.COLUMNS in kinds and Kind.ROWS in kinds
     )
 
 

@@ -20,6 +20,7 @@ from torch.fx import Node
 from chunkc._torch_compat.core import pytree
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.fusion import Fusion
+from chunkc.capture.partition import is_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Timeline:
         its values to memory.
         """
         self._fuses, self._device_type = fuses, device_type
+        self._aliases: dict[Hashable, Hashable] = {}
         self._discounts: dict[int, int] = defaultdict(int)
         self._crossing: dict[int, int] = defaultdict(int)
         inputs = forward.other_inputs()
@@ -103,7 +105,8 @@ class Timeline:
         self._touch((n for n in forward.outputs() if isinstance(n, Node)), self._num_forward)
 
     def _storages(self, node: Node) -> Iterable[tuple[Hashable, int]]:
-        return self._renamed[node] if node in self._renamed else storages((node,))
+        found = self._renamed[node] if node in self._renamed else storages((node,))
+        return [(self._aliases.get(key, key), nbytes) for key, nbytes in found]
 
     def _total(self, nodes: Iterable[Node]) -> int:
         return sum(dict(s for s in storages(nodes) if s[0] not in self._ignored).values())
@@ -125,6 +128,9 @@ class Timeline:
 
     def _walk_fused(self, graph: CapturedGraph, start: int) -> None:
         outputs = [n for n in graph.outputs() if isinstance(n, Node)]
+        for node in (n for bundle in graph.bundles for n in bundle.nodes if is_view(n)):
+            pairs = zip(self._storages(node), self._storages(node.all_input_nodes[0]), strict=False)
+            self._aliases |= {view: base for (view, _), (base, _) in pairs if view != base}
         fusion = Fusion(graph.bundles, outputs, self._device_type)
         replaced, unmade = [], []
         for position, bundle in enumerate(graph.bundles, start):
