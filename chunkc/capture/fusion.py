@@ -15,6 +15,7 @@ The rules are those of ``torch._inductor`` (``ir.StorageBox.should_realize_on_re
     what may be made       takes no memory where all of its readers are in its own kernel: no library kernel stands
                            between them, and they do not reduce both rows and columns
     a result takes over    the memory of a source of its size and dtype that its kernel reads last
+    a value that is only   saved for backward is made at once, beside what else reads its sources
     a product waits        for what is added to it alone, and is added in the same kernel (``addmm``); on a GPU not
                            where element-wise operators alone read the sum (``post_grad.should_prefer_unfused_addmm``)
 
@@ -121,12 +122,14 @@ class Access:
         read: values in memory that its kernel reads, those of operators computed again inside it among them.
         replaced: (source, result) of the same size and dtype, which are one memory if nothing reads the source later.
         unmade: its values that take no memory.
+        is_eager: whether it is computed as soon as what it reads is there, as nothing in the graph reads its values.
     """
 
     made: tuple[Node, ...]
     read: tuple[Node, ...]
     replaced: tuple[tuple[Node, Node], ...] = ()
     unmade: tuple[Node, ...] = ()
+    is_eager: bool = False
 
 
 @dataclass(slots=True)
@@ -237,7 +240,8 @@ class Fusion:
         if not made:
             return Access((), (), unmade=unmade)
         read = {n: None for source in self._values[made[0]].sources for n in self.in_memory(source)}
-        return Access(made, tuple(read), self._replaced(kind, made, read), unmade)
+        is_eager = kind is Kind.POINTWISE and all(user.op == "output" for node in made for user in users_of(node))
+        return Access(made, tuple(read), self._replaced(kind, made, read), unmade, is_eager)
 
     def _replaced(self, kind: Kind, made: Iterable[Node], read: Iterable[Node]) -> tuple[tuple[Node, Node], ...]:
         if kind in (Kind.LIBRARY, Kind.SCATTER):

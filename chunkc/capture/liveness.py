@@ -133,8 +133,12 @@ class Timeline:
             self._aliases |= {view: base for (view, _), (base, _) in pairs if view != base}
         fusion = Fusion(graph.bundles, outputs, self._device_type)
         replaced, unmade = [], []
+        made_at: dict[Node, int] = {}
         for position, bundle in enumerate(graph.bundles, start):
             access = fusion.access(bundle)
+            if access.is_eager:
+                position = max((made_at[n] for n in access.read if n in made_at), default=position)
+            made_at |= dict.fromkeys(access.made, position)
             self._touch((*access.made, *access.read), position)
             replaced += [(position, source, result) for source, result in access.replaced]
             unmade += [(position, node) for node in access.unmade]
