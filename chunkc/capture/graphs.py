@@ -60,6 +60,18 @@ class Captured:
         nodes = (node for graph in self.graphs.values() for node in graph.module.graph.nodes)
         return any("inductor_" in str(node.target) for node in nodes)
 
+    def one_by_one(self) -> Captured:
+        """The same, where operators run one by one though a compiler was to fuse them: each writes all its values."""
+        outputs = [n for n in self.forward.outputs() if isinstance(n, Node) and n.name in self.user_outputs]
+        live = Timeline(self.forward, self.backward, outputs).live_bytes()
+        graphs, start = [], 0
+        for graph in self.schedule.graphs:
+            found = live[start : start + len(graph.operators)]
+            operators = map(_with_live, graph.operators, found)
+            graphs.append(replace(graph, operators=tuple(operators)))
+            start += len(found)
+        return replace(self, schedule=replace(self.schedule, forward=graphs[0], backward=graphs[1]))
+
     def is_within(self, other: Captured) -> bool:
         """Whether ``other`` is the same graph at no smaller sizes; as a rule it takes no fewer bytes."""
         if self.symbolic is None or self.symbolic is not other.symbolic or self.sizes == other.sizes:
@@ -202,19 +214,28 @@ def _operator(
     graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Traffic, device_type: str | None
 ) -> Operator:
     node = bundle.main
-    return Operator(
+    operator = Operator(
         name=node.name,
         target=str(node.target),
         reads=tuple(sorted({graph.params[p.name] for p in bundle.reads})),
         grads=tuple(graph.gradients[n.name] for n in bundle.nodes if n.name in graph.gradients),
         flops=traffic.flops,
         nbytes=traffic.nbytes,
-        live_nbytes=live.during_nbytes,
-        live_after_nbytes=live.after_nbytes,
+        live_nbytes=0,
+        live_after_nbytes=0,
         workspace_nbytes=workspace_nbytes(node, device_type),
         layer=module_path(node),
         dtype=_dtype(node),
         num_kernels=traffic.num_kernels,
+    )
+    return _with_live(operator, live)
+
+
+def _with_live(operator: Operator, live: LiveBytes) -> Operator:
+    return replace(
+        operator,
+        live_nbytes=live.during_nbytes,
+        live_after_nbytes=live.after_nbytes,
         tangents_nbytes=live.tangents_nbytes,
         crossing_nbytes=live.crossing_nbytes,
     )

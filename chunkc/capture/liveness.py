@@ -23,6 +23,14 @@ from chunkc.capture.fusion import Fusion
 from chunkc.capture.partition import is_view
 
 
+MARGIN = 1 / 16
+"""Share of the estimated bytes of fused operators by which more are counted.
+
+Of what Inductor allocates for thirteen models, for a GPU and for the CPU, in bf16 and fp32, the estimate has 0.96 to
+1.02, and of ALBERT's on the CPU 0.90 (Inductor takes buffers there long before they are read).
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
     """Bytes alive while an operator runs, those of tangents among them, and once it has run.
@@ -82,6 +90,7 @@ class Timeline:
         its values to memory.
         """
         self._fuses, self._device_type = fuses, device_type
+        self._margin = MARGIN if fuses else 0.0
         self._aliases: dict[Hashable, Hashable] = {}
         self._discounts: dict[int, int] = defaultdict(int)
         self._crossing: dict[int, int] = defaultdict(int)
@@ -186,6 +195,7 @@ class Timeline:
             is_backward = position >= self._num_forward
             given = sum(n for key, n in tangents if is_backward and self._death.get(key, -1) >= position)
             after = alive + extra - deaths[position] + self._discounts[position]
-            live.append(LiveBytes(alive + extra, after, given, max(0, crossing)))
+            during, after = (n + int(self._margin * n) for n in (alive + extra, after))
+            live.append(LiveBytes(during, after, given, max(0, crossing)))
             alive -= deaths[position] - self._discounts[position]
         return live

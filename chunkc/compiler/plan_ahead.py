@@ -75,8 +75,8 @@ def plan_ahead(
 ) -> Plan:
     """Return the verified plan of one iteration of ``model``.
 
-    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
-    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
+    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are an estimate, with a margin
+    (`chunkc.capture.liveness.MARGIN`). ``compile`` corrects it: it may then plan fewer moves, or have to plan more.
 
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
@@ -106,7 +106,7 @@ def plan_schedule(
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
     plan = make_fastest_plan(schedule, target, options, passes=passes).plan
-    plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
+    plan = replace(plan, memory=replace(plan.memory, is_estimate=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
     verify(plan)
     finished = time.perf_counter()
