@@ -208,9 +208,9 @@ def plan(
 ) -> Plan:
     """Plan the training of ``model`` on ``hw``: nothing runs or is allocated, the model stays as it is.
 
-    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are an estimate of what
-    fused segments take, with a margin (``plan.memory.is_estimate``); ``plan_of`` after the first call states theirs. A run that
-    clips measures gradients: its plan has norms, a decision and their bytes. With a loss scale this one has them too.
+    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are an estimate of what fused
+    segments take, with a margin (``plan.memory.is_estimate``); ``plan_of`` after the first call states theirs. A run
+    that clips measures gradients: its plan has norms, a decision and their bytes. With a loss scale this one has too.
 
     For a GPU, attention with dropout counts as the one kernel that GPUs have for it (not run on a GPU). An emulated run
     computes it operator by operator, takes more, and has another digest.

@@ -22,7 +22,6 @@ from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.fusion import Fusion
 from chunkc.capture.partition import is_view
 
-
 MARGIN = 1 / 16
 """Share of the estimated bytes of fused operators by which more are counted.
 
