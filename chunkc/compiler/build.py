@@ -1,9 +1,10 @@
 """The way from a captured iteration to a verified plan and compiled segments.
 
 No device and no model is touched. The plan of operators that run one by one takes the bytes that capture counted, and
-is final. What fused operators take is an estimate until segments are compiled. So the first plan takes the estimate (or,
-where that does not fit, the least budget that it allows), and is compiled. While things still move, the iteration is planned again with corrected bytes, which allow a larger arena, and compiled; that plan is kept
-if it fits and moves fewer bytes. The schedule decides all of this, so the same call decides the same.
+is final. What fused operators take is an estimate until segments are compiled. So the first plan takes the estimate
+(or, where that does not fit, the least budget that it allows), and is compiled. While things still move, the iteration
+is planned again with corrected bytes, which allow a larger arena, and compiled; that plan is kept if it fits and moves
+fewer bytes. The schedule decides all of this, so the same call decides the same.
 """
 
 from __future__ import annotations
