@@ -54,30 +54,15 @@ class Kind(Enum):
     LIBRARY = auto()
 
 
-_POINTWISE = frozenset(
-    {
-        *(aten._to_copy, aten.full, aten.full_like, aten.empty, aten.cat, aten.constant_pad_nd, aten.gather),
-        *(aten.index, aten.embedding, aten.slice_scatter, aten.select_scatter, aten.flip, aten.tril, aten.triu),
-        *(
-            aten.scalar_tensor,
-            aten.arange,
-            aten.index_select,
-            aten.repeat,
-            aten._unsafe_index,
-            aten._unsafe_masked_index,
-        ),
-        *(aten.clone, aten.lift_fresh_copy, aten.zeros, aten.ones, aten.zeros_like, aten.ones_like, aten.copy),
-        *(
-            prims.iota,
-            prims.convert_element_type,
-            aten.expand_copy,
-            aten.roll,
-            aten.stack,
-            aten.mse_loss,
-            aten.diagonal_scatter,
-        ),
-    }
+_POINTWISE_NAMES = (
+    "_to_copy _unsafe_index _unsafe_masked_index arange cat clone constant_pad_nd copy diagonal_scatter embedding empty "
+    "expand_copy flip full full_like gather index index_select lift_fresh_copy mse_loss ones ones_like repeat roll "
+    "scalar_tensor select_scatter slice_scatter stack tril triu zeros zeros_like"
 )
+_POINTWISE = frozenset(getattr(aten, name) for name in _POINTWISE_NAMES.split()) | {
+    prims.iota,
+    prims.convert_element_type,
+}
 _SCATTERS = frozenset(
     {aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate, aten.scatter, aten.scatter_add}
     | {aten.scatter_reduce, aten.copy_, aten.index_add}
@@ -151,6 +136,7 @@ class Fusion:
     def __init__(self, bundles: Sequence[Bundle], outputs: Collection[Node], device_type: str = "cpu") -> None:
         """``outputs``: nodes that leave the graph; ``device_type``: for which it is compiled, ``cpu`` or ``cuda``."""
         self._sums = dict(_sums_of_products(bundles, device_type))
+        self._kinds: dict[Node, Kind] = {}
         self._products = set(self._sums.values())
         self._values: dict[Node, _Value] = {}
         self._outputs = {base_of(n) for n in outputs}
@@ -160,7 +146,9 @@ class Fusion:
         self._made: dict[Node, dict[Node, None]] = {}
 
     def _kind(self, node: Node) -> Kind:
-        return Kind.LIBRARY if node in self._sums else kind_of(node)
+        if node not in self._kinds:
+            self._kinds[node] = Kind.LIBRARY if node in self._sums else kind_of(node)
+        return self._kinds[node]
 
     def _add(self, bundle: Bundle) -> None:
         kind = self._kind(bundle.main)
@@ -231,6 +219,7 @@ class Fusion:
         return self._made[base]
 
     def access(self, bundle: Bundle) -> Access:
+        """What the operator ``bundle`` of the graph has in memory."""
         kind = self._kind(bundle.main)
         if kind is Kind.VIEW:
             return Access((), ())
@@ -241,7 +230,8 @@ class Fusion:
             return Access((), (), unmade=unmade)
         read = {n: None for source in self._values[made[0]].sources for n in self.in_memory(source)}
         is_eager = kind is Kind.POINTWISE and all(user.op == "output" for node in made for user in users_of(node))
-        return Access(made, tuple(read), self._replaced(kind, made, read), unmade, is_eager)
+        casts = _casts_before(bundle) if kind is Kind.LIBRARY else ()
+        return Access((*casts, *made), tuple(read), self._replaced(kind, made, read), unmade, is_eager)
 
     def _replaced(self, kind: Kind, made: Iterable[Node], read: Iterable[Node]) -> tuple[tuple[Node, Node], ...]:
         if kind in (Kind.LIBRARY, Kind.SCATTER):
@@ -276,6 +266,11 @@ def _is_inside(value: _Value) -> bool:
     return all(level == value.level for _, level in value.readers) and not (
         Kind.COLUMNS in kinds and Kind.ROWS in kinds
     )
+
+
+def _casts_before(bundle: Bundle) -> tuple[Node, ...]:
+    """Casts of parameters that a library's kernel reads."""
+    return tuple(n for n in bundle.nodes[: bundle.nodes.index(bundle.main)] if not is_view(n))
 
 
 def _size(node: Node) -> tuple[int, torch.dtype] | None:
