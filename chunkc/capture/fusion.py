@@ -55,9 +55,9 @@ class Kind(Enum):
 
 
 _POINTWISE_NAMES = (
-    "_to_copy _unsafe_index _unsafe_masked_index arange cat clone constant_pad_nd copy diagonal_scatter embedding empty "
-    "expand_copy flip full full_like gather index index_select lift_fresh_copy mse_loss ones ones_like repeat roll "
-    "scalar_tensor select_scatter slice_scatter stack tril triu zeros zeros_like"
+    "_to_copy _unsafe_index _unsafe_masked_index arange cat clone constant_pad_nd copy diagonal_scatter embedding "
+    "empty expand_copy flip full full_like gather index index_select lift_fresh_copy mse_loss ones ones_like repeat "
+    "roll scalar_tensor select_scatter slice_scatter stack tril triu zeros zeros_like"
 )
 _POINTWISE = frozenset(getattr(aten, name) for name in _POINTWISE_NAMES.split()) | {
     prims.iota,
