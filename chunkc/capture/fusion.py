@@ -100,7 +100,7 @@ def _reduction_kind(node: Node) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What one operator has in memory.
+    """Accesses of one operator to memory.
 
     Attributes:
         made: its values that take memory.
@@ -119,7 +119,7 @@ class Access:
 
 @dataclass(slots=True)
 class _Value:
-    """A value while a graph is looked at: ``sources`` are what computing it reads, when it is computed in place."""
+    """A value while a graph is looked at; ``sources`` are read to compute it, made values only."""
 
     kind: Kind
     level: int
@@ -134,7 +134,7 @@ class Fusion:
     """The accesses of the operators of one graph."""
 
     def __init__(self, bundles: Sequence[Bundle], outputs: Collection[Node], device_type: str = "cpu") -> None:
-        """``outputs``: nodes that leave the graph; ``device_type``: for which it is compiled, ``cpu`` or ``cuda``."""
+        """``outputs`` are nodes that leave the graph, ``device_type`` is ``cpu`` or ``cuda``."""
         self._sums = dict(_sums_of_products(bundles, device_type))
         self._kinds: dict[Node, Kind] = {}
         self._products = set(self._sums.values())
@@ -166,7 +166,7 @@ class Fusion:
                     self._values[source].readers.append((kind, level))
 
     def _computing(self, bundle: Bundle) -> tuple[dict[Node, None], int, int]:
-        """What an operator reads, where the values that it computes in place are replaced by what they read."""
+        """Sources, level and size of an operator; values that it computes in place are their sources."""
         sources: dict[Node, None] = {}
         level = 0
         inside = set(bundle.nodes)
@@ -219,7 +219,7 @@ class Fusion:
         return self._made[base]
 
     def access(self, bundle: Bundle) -> Access:
-        """What the operator ``bundle`` of the graph has in memory."""
+        """The accesses of the operator ``bundle`` of the graph."""
         kind = self._kind(bundle.main)
         if kind is Kind.VIEW:
             return Access((), ())

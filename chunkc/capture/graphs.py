@@ -61,7 +61,7 @@ class Captured:
         return any("inductor_" in str(node.target) for node in nodes)
 
     def one_by_one(self) -> Captured:
-        """The same, where operators run one by one though a compiler was to fuse them: each writes all its values."""
+        """The same, where operators run one by one though a compiler was to fuse them."""
         outputs = [n for n in self.forward.outputs() if isinstance(n, Node) and n.name in self.user_outputs]
         live = Timeline(self.forward, self.backward, outputs).live_bytes()
         graphs, start = [], 0

@@ -76,7 +76,7 @@ def workspace_nbytes(node: Node, device_type: str | None = None, capability: tup
 
 
 def attention_workspace_nbytes(node: Node, capability: tuple[int, int] | None) -> int:
-    """Allowance in bytes for an attention operator on a GPU of ``capability``: accumulators of two operands."""
+    """Allowance in bytes for attention on a GPU of ``capability``: accumulators of two operands."""
     values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     return _attention_nbytes(_tensors(pytree.tree_leaves(values)))
 

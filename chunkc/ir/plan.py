@@ -168,7 +168,7 @@ def name_of(key: Key) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Byte budgets and what a plan takes of them; ``is_estimate``: what fused segments take is not known yet."""
+    """Byte budgets and what a plan takes of them; ``is_estimate``: no fused segment was compiled yet."""
 
     device_budget_nbytes: int
     host_budget_nbytes: int
