@@ -208,9 +208,9 @@ def plan(
 ) -> Plan:
     """Plan the training of ``model`` on ``hw``: nothing runs or is allocated, the model stays as it is.
 
-    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are a bound, of each operator by
-    itself (``plan.memory.is_bound``); ``plan_of`` after the first call states what fused segments take. A run that
-    clips measures gradients: its plan has norms, a decision and their bytes. With a loss scale this one has them too.
+    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are an estimate of what fused
+    segments take, with a margin (``plan.memory.is_estimate``); ``plan_of`` after the first call states theirs. A run
+    that clips measures gradients: its plan has norms, a decision and their bytes. With a loss scale this one has too.
 
     For a GPU, attention counts as the kernel that PyTorch takes there (`chunkc.capture.attention`), with what it saves
     and its workspace. An emulated run takes that of the CPU, with dropout operator by operator: another digest.

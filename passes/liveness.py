@@ -90,6 +90,7 @@ def _costs(schedule: Schedule, graph: GraphSchedule, lands: Sequence[Sequence[in
         workspace=tuple(op.workspace_nbytes for op in operators),
         made=tuple(made(op) for op in operators),
         landed=tuple(nbytes(land) for land in lands),
+        crossing=tuple(op.crossing_nbytes for op in operators),
     )
 
 

@@ -106,17 +106,22 @@ def segment_costs(costs: GraphCosts, starts: Sequence[int]) -> list[tuple[int, i
     """Return ``(live_nbytes, workspace_nbytes)`` of each segment.
 
     Live are operators' non-model bytes and final gradients that have not landed: those of the segment itself until its
-    end. The workspace is what kernels take the segment's peak above that.
+    end. What crosses a segment's beginning, and would not have been made without the cut, is alive until its last read,
+    and what crosses its end from then on. The workspace is what kernels take the segment's peak above that.
     """
     result = []
     pending = 0
+    crossing = (*(costs.crossing or [0] * len(costs.live)), 0)
     for first, end in ranges(starts, len(costs.live)):
         live = peak = 0
+        carried = crossing[first]
         for index in range(first, end):
-            live = max(live, costs.live[index] + pending)
-            peak = max(peak, costs.live[index] + pending + costs.workspace[index])
+            carried = min(carried, crossing[index])
+            nbytes = costs.live[index] + pending + carried
+            live = max(live, nbytes)
+            peak = max(peak, nbytes + costs.workspace[index])
             pending += costs.made[index]
-        live = max(live, costs.live_after[end - 1] + pending)
+        live = max(live, costs.live_after[end - 1] + pending + crossing[end])
         pending -= sum(costs.landed[first:end])
         result.append((live, max(peak - live, 0)))
     return result

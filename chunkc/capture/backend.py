@@ -57,13 +57,15 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 class TracingOptions:
     """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel.
 
-    ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`.
+    ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`. ``device_type``: whose
+    kernels will run what is traced; None for those of the device it is traced on.
     """
 
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
     fuses: bool = False
     pieces: PieceSize = PieceSize()  # noqa: RUF009 - frozen
+    device_type: str | None = None
 
     def rewrites(self, module: GraphModule) -> dict[str, Any]:
         """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose."""
@@ -224,7 +226,7 @@ class _GraphCapture:
         """The iteration of partitioned graphs, in place, or of copies at the sizes of the call."""
         reached = self._reached if backward is not None else None
         facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.handed_in)
-        build_one = partial(_build, facts=facts, fuses=self.tracing.fuses)
+        build_one = partial(_build, facts=facts, fuses=self.tracing.fuses, device_type=self.tracing.device_type)
         symbolic = SymbolicIteration.of(forward, backward, build_one)
         return build_one(forward, backward) if symbolic is None else symbolic.at(symbolic.sizes())
 
@@ -283,8 +285,15 @@ class _GraphCapture:
                 )
 
 
-def _build(forward: GraphModule, backward: GraphModule | None, *, facts: tuple[Any, ...], fuses: bool) -> Captured:
-    return build(forward, backward, *facts, fuses=fuses)
+def _build(
+    forward: GraphModule,
+    backward: GraphModule | None,
+    *,
+    facts: tuple[Any, ...],
+    fuses: bool,
+    device_type: str | None,
+) -> Captured:
+    return build(forward, backward, *facts, fuses=fuses, device_type=device_type)
 
 
 def _operator_names(module: GraphModule) -> list[str]:

@@ -61,6 +61,18 @@ class Captured:
         nodes = (node for graph in self.graphs.values() for node in graph.module.graph.nodes)
         return any("inductor_" in str(node.target) for node in nodes)
 
+    def one_by_one(self) -> Captured:
+        """The same, where operators run one by one though a compiler was to fuse them."""
+        outputs = [n for n in self.forward.outputs() if isinstance(n, Node) and n.name in self.user_outputs]
+        live = Timeline(self.forward, self.backward, outputs).live_bytes()
+        graphs, start = [], 0
+        for graph in self.schedule.graphs:
+            found = live[start : start + len(graph.operators)]
+            operators = map(_with_live, graph.operators, found)
+            graphs.append(replace(graph, operators=tuple(operators)))
+            start += len(found)
+        return replace(self, schedule=replace(self.schedule, forward=graphs[0], backward=graphs[1]))
+
     def is_within(self, other: Captured) -> bool:
         """Whether ``other`` is the same graph at no smaller sizes; as a rule it takes no fewer bytes."""
         if self.symbolic is None or self.symbolic is not other.symbolic or self.sizes == other.sizes:
@@ -127,12 +139,14 @@ def build(
     handed_in: Collection[int],
     *,
     fuses: bool,
+    device_type: str | None = None,
 ) -> Captured:
     """Build the captured iteration of partitioned graphs, in place; an evaluation has no ``backward``.
 
     ``names`` are parameter indexes by placeholder name, in both graphs; ``input_params`` those of the joint graph's
     inputs but tangents, or None; ``num_user_outputs`` of forward are not merely saved (None: all); ``reached`` is
-    `find_reached` of the joint graph, None for an evaluation; ``handed_in`` are positions of inputs of the caller's.
+    `find_reached` of the joint graph, None for an evaluation; ``handed_in`` are positions of inputs of the caller's;
+    ``device_type`` as of `workspace_nbytes`.
     """
     inputs = forward.graph.find_nodes(op="placeholder")
     num_samples, num_tokens = batch_size(n.meta.get("val") for i, n in enumerate(inputs) if i in handed_in)
@@ -145,7 +159,7 @@ def build(
     made = {node.name: param for node, param in pairs if param is not None and isinstance(node, Node)}
     bwd = CapturedGraph.of(backward, names, made)
     user = [n for n in fwd.outputs()[:num_user_outputs] if isinstance(n, Node)]
-    timeline = Timeline(fwd, bwd, user)
+    timeline = Timeline(fwd, bwd, user, fuses=fuses, device_type=device_type or "cpu")
     live = timeline.live_bytes()
     split = len(fwd.bundles)
     computed = {n.name for b in bwd.bundles for n in b.nodes}
@@ -154,8 +168,8 @@ def build(
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
         params=tuple(infos),
-        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses), fwd, bwd)),
-        backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses)),
+        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses, device_type), fwd, bwd)),
+        backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses, device_type)),
         held_nbytes=timeline.held_nbytes,
         num_samples=num_samples,
         num_tokens=num_tokens,
@@ -189,27 +203,42 @@ def separate_gradients(backward: GraphModule, gradients: Sequence[int | None]) -
     output.args = (type(output.args[0])(entries),)
 
 
-def _operators(graph: CapturedGraph, live: Sequence[LiveBytes], fuses: bool) -> tuple[Operator, ...]:
+def _operators(
+    graph: CapturedGraph, live: Sequence[LiveBytes], fuses: bool, device_type: str | None
+) -> tuple[Operator, ...]:
     traffic = operator_traffic(graph.bundles, fuses)
-    return tuple(_operator(graph, *facts) for facts in zip(graph.bundles, live, traffic, strict=True))
+    facts = zip(graph.bundles, live, traffic, strict=True)
+    return tuple(_operator(graph, *of_one, device_type) for of_one in facts)
 
 
-def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Traffic) -> Operator:
+def _operator(
+    graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Traffic, device_type: str | None
+) -> Operator:
     node = bundle.main
-    return Operator(
+    operator = Operator(
         name=node.name,
         target=_target(node),
         reads=tuple(sorted({graph.params[p.name] for p in bundle.reads})),
         grads=tuple(graph.gradients[n.name] for n in bundle.nodes if n.name in graph.gradients),
         flops=traffic.flops,
         nbytes=traffic.nbytes,
-        live_nbytes=live.during_nbytes,
-        live_after_nbytes=live.after_nbytes,
-        workspace_nbytes=workspace_nbytes(node),
+        live_nbytes=0,
+        live_after_nbytes=0,
+        workspace_nbytes=workspace_nbytes(node, device_type),
         layer=module_path(node),
         dtype=_dtype(node),
         num_kernels=traffic.num_kernels,
+    )
+    return _with_live(operator, live)
+
+
+def _with_live(operator: Operator, live: LiveBytes) -> Operator:
+    return replace(
+        operator,
+        live_nbytes=live.during_nbytes,
+        live_after_nbytes=live.after_nbytes,
         tangents_nbytes=live.tangents_nbytes,
+        crossing_nbytes=live.crossing_nbytes,
     )
 
 

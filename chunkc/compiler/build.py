@@ -1,10 +1,10 @@
 """The way from a captured iteration to a verified plan and compiled segments.
 
 No device and no model is touched. The plan of operators that run one by one takes the bytes that capture counted, and
-is final. Fused operators take fewer, known only once segments are compiled. So the first plan takes the counted bytes
-as a bound (or, where that does not fit, the least budget that the bound allows), and is compiled. While things still
-move, the iteration is planned again with corrected bytes, which allow a larger arena, and compiled; that plan is kept
-if it fits and moves fewer bytes. The schedule decides all of this, so the same call decides the same.
+is final. What fused operators take is an estimate until segments are compiled. So the first plan takes the estimate
+(or, where that does not fit, the least budget that it allows), and is compiled. While things still move, the iteration
+is planned again with corrected bytes, which allow a larger arena, and compiled; that plan is kept if it fits and moves
+fewer bytes. The schedule decides all of this, so the same call decides the same.
 """
 
 from __future__ import annotations
@@ -263,8 +263,8 @@ class _Search:
         started, plan = time.perf_counter(), built.plan
         footprints = {kind: self.compiler.footprints(graph) for kind, graph in built.lowered.items()}
         segment_bytes = iteration_bytes(self.captured, plan.segments, built.lowered, footprints)
-        is_bound = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
-        true = stated(plan, segment_bytes, is_bound=is_bound)
+        is_estimate = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
+        true = stated(plan, segment_bytes, is_estimate=is_estimate)
         memory = replace(true.memory, device_budget_nbytes=self.request.target.budget_nbytes(Tier.DEVICE))
         mib = 2**20
         note = (

@@ -124,6 +124,8 @@ class CaptureSession:
         if is_compiled:
             return recorded
         compiled_by = compiler if compiler.fuses else None
+        if compiler.fuses:
+            recorded = replace(recorded, captured=captured.one_by_one())
         return replace(recorded, compiler=compiler.interpreter(), compiled_by=compiled_by, log_level=logging.DEBUG)
 
     def install(self, built: CompiledPlan, entry: GraphEntry) -> None:

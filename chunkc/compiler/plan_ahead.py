@@ -76,8 +76,8 @@ def plan_ahead(
 ) -> Plan:
     """Return the verified plan of one iteration of ``model``.
 
-    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
-    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
+    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are an estimate, with a margin
+    (`chunkc.capture.liveness.MARGIN`). ``compile`` corrects it: it may then plan fewer moves, or have to plan more.
 
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
@@ -107,7 +107,7 @@ def plan_schedule(
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
     plan = make_fastest_plan(schedule, target, options, passes=passes).plan
-    plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
+    plan = replace(plan, memory=replace(plan.memory, is_estimate=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
     verify(plan)
     finished = time.perf_counter()
@@ -146,6 +146,8 @@ def capture_ahead(
 
     started = time.perf_counter()
     in_fp32, tracing = in_fp32 or Fp32Modules(), SegmentCompiler.of(backend).tracing
+    if gpu is not None:
+        tracing = replace(tracing, device_type="cuda")
     params = list(unique_params(model))
     fakes = _Fakes(dict(zip(params, param_infos(model, dtype, in_fp32.params), strict=True)))
     with in_fp32.attached(), FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):

@@ -168,7 +168,7 @@ def name_of(key: Key) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Byte budgets and what a plan takes of them; ``is_bound``: fused segments will take fewer."""
+    """Byte budgets and what a plan takes of them; ``is_estimate``: no fused segment was compiled yet."""
 
     device_budget_nbytes: int
     host_budget_nbytes: int
@@ -176,7 +176,7 @@ class Memory:
     nonmodel_nbytes: int
     nonmodel_segment: str
     host_nbytes: int
-    is_bound: bool = False
+    is_estimate: bool = False
 
     @property
     def device_peak_nbytes(self) -> int:

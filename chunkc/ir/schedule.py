@@ -60,6 +60,7 @@ class Operator:
         num_kernels: none for a view, and where operators are fused one for all.
         tangents_nbytes: of live gradients that autograd handed to backward; part of ``live_nbytes``.
         source: the user's line that called it (``model.py:31``); empty where unknown.
+        crossing_nbytes: more bytes alive in front of it if a segment begins there; fused neighbours never make these.
         saved_nbytes, read_by: of its results that backward reads; positions of the first and last operator that does.
     """
 
@@ -76,6 +77,7 @@ class Operator:
     dtype: str = ""
     num_kernels: int = 1
     tangents_nbytes: int = 0
+    crossing_nbytes: int = 0
     source: str = ""
     saved_nbytes: int = 0
     read_by: tuple[int, ...] = ()

@@ -13,7 +13,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import DTYPE_NBYTES, largest_saved
 from chunkc.ir.tiers import COPIED_TIERS, SLOWER_TIERS, Tier
 from chunkc.report.columns import table, wrapped
-from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
+from chunkc.report.units import ESTIMATE_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
 
 
 def summarize(plan: Plan) -> str:
@@ -174,8 +174,8 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
             f"{unit.named(nbytes)} at {line} ({plural(count, 'value')})" for line, count, nbytes in largest
         )
         yield printable(f"largest values saved for backward, at {peak.name}: {listed}")
-    if plan.memory.is_bound:
-        yield BOUND_NOTE
+    if plan.memory.is_estimate:
+        yield ESTIMATE_NOTE
     yield "utilisation of parameters: without grad chunks and rank padding"
     spec = plan.layout.state_spec
     yield f"param16: parameters in compute dtype. state: {spec}, {spec.nbytes_per_element} bytes per element."

@@ -18,7 +18,7 @@ from chunkc.report.columns import SCREEN_COLUMNS, shorten, wrapped
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
 from chunkc.report.units import (
-    BOUND_NOTE,
+    ESTIMATE_NOTE,
     Unit,
     percent,
     plural,
@@ -108,8 +108,8 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     for tier in SLOWER_TIERS:
         needed, there = memory.needs[tier], memory.budgets[tier]
         yield f"  {tier:6}  {unit.of(needed)} of budget {unit.of(there)} ({percent(needed, there)})"
-    if memory.is_bound:
-        yield f"  {BOUND_NOTE}"
+    if memory.is_estimate:
+        yield f"  {ESTIMATE_NOTE}"
     yield f"  model   {unit.of(layout.model_data_nbytes())} of parameters and optimizer states:"
     yield (
         f"          {plural(len(layout.params), 'parameter')} in {plural(len(layout.chunks), 'chunk')} "

@@ -13,7 +13,7 @@ from chunkc.ir.plan import Plan, Program, State
 from chunkc.ir.tiers import SLOWER_TIERS
 from chunkc.report.columns import wrapped
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import BOUND_NOTE, Unit, plural, printable, ranges, replicas_of, unit_of
+from chunkc.report.units import ESTIMATE_NOTE, Unit, plural, printable, ranges, replicas_of, unit_of
 
 
 def full_text(plan: Plan) -> str:
@@ -42,8 +42,8 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     )
     for tier in SLOWER_TIERS:
         yield f"  {tier}: {unit.of(memory.needs[tier])} of budget {unit.of(memory.budgets[tier])}"
-    if memory.is_bound:
-        yield f"  {BOUND_NOTE}"
+    if memory.is_estimate:
+        yield f"  {ESTIMATE_NOTE}"
 
 
 def _stages(plan: Plan) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 
-BOUND_NOTE = "activations are a bound: operators one by one; compile fuses and states them"
+ESTIMATE_NOTE = "activations are an estimate with a margin: compile reads them from compiled code"
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 

@@ -125,13 +125,17 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
-    """Bytes per operator of one graph: non-model bytes, and gradients that become final or land there."""
+    """Bytes per operator of one graph: non-model bytes, and gradients that become final or land there.
+
+    ``crossing``: `Operator.crossing_nbytes`; () where no value is fused away.
+    """
 
     live: tuple[int, ...]
     live_after: tuple[int, ...]
     workspace: tuple[int, ...]
     made: tuple[int, ...]
     landed: tuple[int, ...]
+    crossing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def _within_workspace(packet: Any, args: list[Any], options: dict[str, Any], nam
     kept = torch.cuda.memory_allocated() - before
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     outputs = [r for r in pytree.tree_leaves(results) if isinstance(r, torch.Tensor)]
-    allowed = kernel_workspace_nbytes(packet, tensors, outputs)
+    allowed = kernel_workspace_nbytes(packet, tensors, outputs, "cuda")
     note(f"workspace of {name}, bytes taken of those allowed", (peak - kept, allowed))
     assert peak - kept <= allowed + 8 * BLOCK_NBYTES
     return results

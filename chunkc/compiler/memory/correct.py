@@ -1,6 +1,6 @@
 """Correcting a schedule and a plan by what their compiled segments really take.
 
-The schedule's bytes are those of operators that run one by one, which is a bound for a compiler that fuses them. Once
+The schedule's bytes are exact for operators that run one by one, and an estimate for a compiler that fuses them. Once
 segments are compiled, the bytes of each are known, and no operator of it needs more: so its operators are capped there.
 Planned again with the same cuts, such a schedule gives exactly the known bytes. With other cuts it is an estimate, that
 holds or not when those segments are compiled.
@@ -16,7 +16,7 @@ from chunkc.ir.plan import Plan, Segment
 from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 
 
-def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_bound: bool) -> Plan:
+def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_estimate: bool) -> Plan:
     """``plan`` with the bytes of its segments as they were found."""
     segments = tuple(
         replace(segment, live_nbytes=nbytes.live_nbytes, workspace_nbytes=nbytes.workspace_nbytes)
@@ -27,7 +27,7 @@ def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_bound: bool) -> Plan
         plan.memory,
         nonmodel_nbytes=0 if worst is None else worst.nonmodel_nbytes,
         nonmodel_segment="" if worst is None else worst.name,
-        is_bound=is_bound,
+        is_estimate=is_estimate,
     )
     return replace(plan, segments=segments, memory=memory)
 
@@ -67,6 +67,7 @@ def _capped(
             op,
             live_nbytes=max(0, min(op.live_nbytes, nbytes.live_nbytes - waiting[i])),
             live_after_nbytes=max(0, min(op.live_after_nbytes, nbytes.live_nbytes - after[i])),
+            crossing_nbytes=op.crossing_nbytes if i else 0,
         )
         for i, op in enumerate(operators)
     ]

@@ -6,6 +6,11 @@ That code is a straight line: it takes buffers (``empty_strided_cpu``), hands on
 taken and let go of, exactly and in order. It is walked here statement by statement over fake tensors, which also give
 the results of PyTorch's operators and check the sizes that the code asserts. Whatever is not understood ends the walk;
 nothing is guessed.
+
+For a GPU the line stands in ``with torch.cuda._DeviceGuard(0):``, kernels are Triton's (``triton_poi_fused_1.run(...,
+stream=raw_stream0)``), and scratch memory that a kernel needs is a buffer like others (``workspace_0``). Inputs at an
+address that is no multiple of 16 are copied there (``copy_if_misaligned``); payloads in chunks and what the allocator
+returns begin at multiples of 256, so that counts as no copy.
 """
 
 from __future__ import annotations
@@ -13,20 +18,23 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from chunkc._torch_compat.core import FakeTensorMode
-from chunkc.capture.workspace import BASE_NBYTES, kernel_workspace_nbytes
+from chunkc.capture.workspace import BASE_NBYTES, device_type_of, kernel_workspace_nbytes
 from chunkc.compiler.memory.footprint import Footprint, Recorder, tensors_in
 
 _ROOTS: Final = {"torch": "torch", "aten": "torch.ops.aten", "inductor_ops": "torch.ops.inductor"}
 _ALLOCATION: Final = re.compile(r"\b(make_unique|malloc|alloc|new|vector)\b")
 _LOCAL_BUFFER: Final = re.compile(r"std::make_unique<([\w:]+) ?\[\]>\(([\w<>()* ]+)\);")
 _REBINDS_MEMORY: Final = ("set_", "resize")
+_COMPILED: Final = ("async_compile.cpp", "async_compile.triton")
+_DEVICE_GUARD: Final = "torch.cuda._DeviceGuard"
+_OF_STREAMS: Final = frozenset({"torch.cuda.set_device", "get_raw_stream"})
 _INTEGER: Final = re.compile(r"\d+")
 _CPP_NBYTES: Final = {
     **{"float": 4, "double": 8, "int64_t": 8, "int32_t": 4, "int8_t": 1, "uint8_t": 1, "bool": 1},
@@ -63,9 +71,9 @@ def source_footprint(source: str, constants: Mapping[str, torch.Tensor], example
 def _like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.device.type != "cpu" or value.layout is not torch.strided:
+    if value.device.type not in ("cpu", "cuda") or value.layout is not torch.strided:
         raise NotUnderstoodError(f"an input of layout {value.layout} on {value.device}")
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _call_of(module: ast.Module) -> ast.FunctionDef:
@@ -76,16 +84,18 @@ def _call_of(module: ast.Module) -> ast.FunctionDef:
 
 
 def _kernels(module: ast.Module) -> dict[str, int]:
-    """Workspace in bytes of every compiled kernel by name."""
+    """Workspace in bytes of every compiled kernel by the name that calls it."""
     kernels = {}
     for statement in module.body:
-        if isinstance(statement, ast.Assign) and _dotted(getattr(statement.value, "func", None)).startswith(
-            "async_compile.cpp"
-        ):
-            texts = [n.value for n in ast.walk(statement.value) if isinstance(n, ast.Constant)]
-            code = "\n".join(t for t in texts if isinstance(t, str))
-            for target in statement.targets:
-                kernels[ast.unparse(target)] = BASE_NBYTES + _local_nbytes(code)
+        if not isinstance(statement, ast.Assign):
+            continue
+        maker = _dotted(getattr(statement.value, "func", None))
+        for target in map(ast.unparse, statement.targets if maker.startswith(_COMPILED) else ()):
+            if maker.startswith("async_compile.cpp"):
+                texts = [n.value for n in ast.walk(statement.value) if isinstance(n, ast.Constant)]
+                kernels[target] = BASE_NBYTES + _local_nbytes("\n".join(t for t in texts if isinstance(t, str)))
+            else:
+                kernels[f"{target}.run"] = 0
     return kernels
 
 
@@ -113,6 +123,17 @@ def _dotted(node: ast.AST | None) -> str:
     return ""
 
 
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of ``body`` in order, those of blocks that only choose the GPU among them."""
+    for statement in body:
+        if isinstance(statement, ast.With) and all(
+            _dotted(getattr(item.context_expr, "func", None)) == _DEVICE_GUARD for item in statement.items
+        ):
+            yield from _statements(statement.body)
+        else:
+            yield statement
+
+
 @dataclass(slots=True)
 class _Walk:
     """Walks the statements of ``call``; ``names`` are the variables alive."""
@@ -125,7 +146,7 @@ class _Walk:
     def run(self, call: ast.FunctionDef, inputs: Sequence[Any]) -> list[Any]:
         self._argument = call.args.args[-1].arg
         self.names[self._argument] = list(inputs)
-        for statement in call.body:
+        for statement in _statements(call.body):
             if isinstance(statement, ast.Return):
                 outputs = self._value(statement.value) if statement.value is not None else ()
                 self.recorder.made(outputs)
@@ -196,8 +217,8 @@ class _Walk:
         kwargs = {k.arg: self._value(k.value) for k in node.keywords if k.arg is not None}
         if function.startswith("assert_"):
             return _check(function, args)
-        if function == "empty_strided_cpu":
-            return torch.empty_strided(args[0], args[1], dtype=args[2])
+        if function in ("empty_strided_cpu", "empty_strided_cuda"):
+            return torch.empty_strided(*args[:2], dtype=args[2], device=function.removeprefix("empty_strided_"))
         if function == "reinterpret_tensor":
             tensor, size, stride, offset = args
             return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
@@ -205,6 +226,10 @@ class _Walk:
             return torch.device(*args, **kwargs)
         if function in self.kernels:
             return self.recorder.took(self.kernels[function])
+        if function in _OF_STREAMS:
+            return None
+        if function == "copy_if_misaligned" or (function.endswith(".zero_") and args == []):
+            return args[0] if args else self._value(ast.Name(function.removesuffix(".zero_")))
         return self._operator(function, args, kwargs)
 
     def _operator(self, function: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -219,7 +244,9 @@ class _Walk:
             except (RuntimeError, TypeError, ValueError) as error:
                 raise NotUnderstoodError(f"{function}: {error}") from error
         operands = tensors_in((args, {k: v for k, v in kwargs.items() if k != "out"}))
-        self.recorder.took(kernel_workspace_nbytes(packet, operands, tensors_in(out)))
+        results = tensors_in(out)
+        kind = device_type_of([*operands, *results])
+        self.recorder.took(kernel_workspace_nbytes(packet, operands, results, kind))
         return out
 
 

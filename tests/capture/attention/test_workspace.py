@@ -93,6 +93,6 @@ def test_the_allowance_of_an_operator_is_this_workspace() -> None:
     q = heads(2, 4, 128, 64)
     own = gpu_attention_nbytes(FLASH_BACK, [q, q, q, q, q])
     assert own is not None
-    assert kernel_workspace_nbytes(FLASH_BACK, [q, q, q, q, q], [q, q, q]) == BASE_NBYTES + own
+    assert kernel_workspace_nbytes(FLASH_BACK, [q, q, q, q, q], [q, q, q], "cuda") == BASE_NBYTES + own
     assert gpu_attention_nbytes(aten._scaled_dot_product_flash_attention_for_cpu, [q, q, q]) is None
     assert gpu_attention_nbytes(None, []) is None

@@ -7,15 +7,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from statistics import median_low
 from typing import Any
 
 import pytest
 import torch
+from inductor_source import inductor_source
 from torch import nn
 
+from chunkc._torch_compat.core import FakeTensorMode
 from chunkc._torch_compat.inductor import inductor_code
-from chunkc.compiler.memory.footprint import Footprint, Step
+from chunkc.compiler.memory.footprint import Footprint, Step, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.segment_compiler import compile_inductor, footprint_of
@@ -109,6 +112,78 @@ def test_what_is_not_understood_is_refused(what: str) -> None:
         source_footprint(SOURCE.replace(before, after), {}, EXAMPLES)
 
 
+CUDA_SOURCE = """
+from torch._inductor.async_compile import AsyncCompile
+async_compile = AsyncCompile()
+triton_poi_fused_0 = async_compile.triton('triton_poi_fused_0', '''
+def triton_poi_fused_0(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr): malloc
+''', device_str='cuda')
+class Runner:
+    def call(self, args):
+        in0, in1 = args
+        args.clear()
+        assert_size_stride(in0, (64, 32), (32, 1), 'input')
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            in0 = copy_if_misaligned(in0)
+            buf0 = empty_strided_cuda((64, 32), (32, 1), torch.bfloat16)
+            raw_stream0 = get_raw_stream(0)
+            triton_poi_fused_0.run(in0, buf0, 2048, stream=raw_stream0)
+            del in0
+            workspace_0 = empty_strided_cuda((4096, ), (1, ), torch.uint8)
+            workspace_0.zero_()
+            triton_poi_fused_0.run(workspace_0, buf0, 2048, stream=raw_stream0)
+            del workspace_0
+            buf1 = empty_strided_cuda((64, 64), (64, 1), torch.bfloat16)
+            extern_kernels.mm(buf0, reinterpret_tensor(in1, (32, 64), (1, 32), 0), out=buf1)
+            del in1
+            buf2 = buf0; del buf0  # reuse
+            triton_poi_fused_0.run(buf1, buf2, 2048, stream=raw_stream0)
+            buf3 = torch.ops.aten.full.default([4], 1, dtype=torch.float32, device=device(type='cuda', index=0))
+        return (buf2, buf1, buf3, )
+"""
+
+
+def cuda_examples() -> list[torch.Tensor]:
+    with FakeTensorMode():
+        return [torch.empty(64, 32, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+
+
+def test_code_for_a_gpu_by_hand() -> None:
+    """Scratch memory is a buffer of the code's, products take none, and kernels are Triton's."""
+    assert source_footprint(CUDA_SOURCE, {}, cuda_examples()) == Footprint(
+        num_inputs=2,
+        nbytes=(64 * 32 * 2, 4096, 64 * 64 * 2, 16),
+        steps=(
+            Step((2,), (), 0),
+            Step((), (0,), 0),
+            Step((3,), (), 0),
+            Step((), (3,), 0),
+            Step((4,), (), 0),
+            Step((), (), BASE),
+            Step((), (1,), 0),
+            Step((5,), (), BASE),
+        ),
+        outputs=(2, 4, 5),
+        is_exact=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("torch.cuda._DeviceGuard(0)", "torch.cuda.stream(0)"),
+        ("workspace_0.zero_()", "workspace_0.resize_(8)"),
+        ("triton_poi_fused_0.run(in0", "triton_poi_fused_1.run(in0"),
+        ("empty_strided_cuda((64, 64)", "empty_strided_xpu((64, 64)"),
+    ],
+)
+def test_code_for_a_gpu_that_is_not_understood_is_refused(change: tuple[str, str]) -> None:
+    assert change[0] in CUDA_SOURCE
+    with pytest.raises(NotUnderstoodError):
+        source_footprint(CUDA_SOURCE.replace(*change), {}, cuda_examples())
+
+
 def test_constants_are_no_memory_of_a_segment() -> None:
     source = SOURCE.replace("cpp_fused_1(buf2)", "cpp_fused_0(_tensor_constant0, buf2)")
     found = source_footprint(source, {"_tensor_constant0": torch.empty(999)}, EXAMPLES)
@@ -121,12 +196,12 @@ def test_constants_are_no_memory_of_a_segment() -> None:
 
 
 class Mixture(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, convolves: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(512, 128)
         self.wide, self.narrow = nn.Linear(128, 512), nn.Linear(512, 128)
         self.norm = nn.LayerNorm(128)
-        self.mix = nn.Conv1d(128, 128, 3, padding=1)
+        self.mix = nn.Conv1d(128, 128, 3, padding=1) if convolves else nn.Identity()
         self.head = nn.Linear(128, 512)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -138,8 +213,8 @@ class Mixture(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def whole_graphs(dtype: torch.dtype) -> Iterator[LoweredSegment]:
-    captured = capture_ahead(Mixture(), dtype, (torch.zeros(8, 128, dtype=torch.int64),), "inductor")
+def whole_graphs(dtype: torch.dtype, *, convolves: bool = True) -> Iterator[LoweredSegment]:
+    captured = capture_ahead(Mixture(convolves=convolves), dtype, (torch.zeros(8, 128, dtype=torch.int64),), "inductor")
     for kind, graph in (("forward", captured.forward), ("backward", captured.backward)):
         whole = Segment(kind, 0, 0, len(graph.bundles), (), (), 0, 0)
         yield lower(graph.module, [b.nodes for b in graph.bundles], [whole], graph.params).segments[0]
@@ -228,6 +303,25 @@ def test_compiled_segments_take_what_is_read_from_their_code(dtype: torch.dtype)
         assert all(abs(c - w) <= 4 * KIB for c, w in zip(large, wanted, strict=True)), (large, wanted)
         most = max(h - max(b, a) for p in probes for h, b, a in zip(p.highest, p.before, p.after, strict=True))
         assert most <= max(s.workspace_nbytes for s in found.steps)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="code for a GPU is Triton's")
+def test_code_that_is_generated_for_a_gpu_is_understood() -> None:
+    """What it allocates by its text, and outputs of the sizes of the graph's, are in what is read.
+
+    A torch without CUDA cannot look at fake CUDA tensors in a convolution of one dimension.
+    """
+    for segment in whole_graphs(torch.bfloat16, convolves=False):
+        source, examples = inductor_source(segment, "cuda")
+        found = source_footprint(source, {}, examples)
+        graph = graph_footprint(segment.module)
+        sizes = [e.numel() * e.element_size() for e in examples] + list(found.nbytes)
+        wanted = [e.numel() * e.element_size() for e in segment.examples] + list(graph.nbytes)
+        assert found.is_exact and "triton_" in source
+        assert [sizes[n] for n in found.outputs] == [wanted[n] for n in graph.outputs]
+        call = source[source.index("def call(") :]
+        assert len(found.nbytes) >= call[: call.index("return (")].count("empty_strided_cuda(") > 5
+        assert sum(found.nbytes) < sum(graph.nbytes)
 
 
 def test_segments_without_generated_code_are_planned_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:

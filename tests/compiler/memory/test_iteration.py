@@ -95,9 +95,9 @@ def test_a_corrected_schedule_gives_just_the_bytes_that_were_found(share: float)
     for position, segment in enumerate(plan.segments):
         live = max(int(segment.live_nbytes * share) + 64 * position, _waiting_nbytes(plan, schedule, position))
         found.append(SegmentBytes(live, live + int(segment.workspace_nbytes * share) + position, live))
-    true = stated(plan, found, is_bound=True)
+    true = stated(plan, found, is_estimate=True)
     assert [s.live_nbytes for s in true.segments] == [f.live_nbytes for f in found]
-    assert true.memory.nonmodel_nbytes == max(f.peak_nbytes for f in found) and true.memory.is_bound
+    assert true.memory.nonmodel_nbytes == max(f.peak_nbytes for f in found) and true.memory.is_estimate
     cuts = [tuple(s.first_op for s in plan.graph_segments(g)[1:]) for g in ("forward", "backward")]
     again = make_plan(
         corrected(schedule, plan.segments, found),
