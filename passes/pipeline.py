@@ -16,6 +16,7 @@ from chunkc.passes.communication import CommunicationPass
 from chunkc.passes.contract import Check, Pass, run_passes
 from chunkc.passes.evaluate import EvaluatePass
 from chunkc.passes.liveness import LivenessPass
+from chunkc.passes.offload import OffloadPass
 from chunkc.passes.os_placement import OsPlacementPass
 from chunkc.passes.prefetch import PrefetchPass
 from chunkc.passes.residency import ResidencyPass
@@ -25,6 +26,7 @@ from chunkc.passes.step import StepPass
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
 
 PIPELINE: tuple[Pass, ...] = (
+    OffloadPass(),
     LivenessPass(),
     ChunkSizePass(),
     ChunkMappingPass(),
@@ -180,6 +182,8 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
     trained_here = draft.schedule.trained_params()
     trained = [p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED]
     worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
+    moves = tuple(sorted((move.value for move in draft.moves), key=lambda value: value.index))
+    copies_nbytes = sum(value.nbytes for value in moves)
     return Plan(
         model=draft.target.model,
         hw=draft.target.hw,
@@ -189,12 +193,13 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
         programs=decided(draft.programs, "programs"),
         memory=Memory(
             device_budget_nbytes=draft.target.budget_nbytes(Tier.DEVICE),
-            host_budget_nbytes=draft.target.budget_nbytes(Tier.HOST),
+            host_budget_nbytes=draft.target.budget_nbytes(Tier.HOST) + copies_nbytes,
             arena_nbytes=layout.arena_nbytes,
             nonmodel_nbytes=0 if worst is None else worst.nonmodel_nbytes,
             nonmodel_segment="" if worst is None else worst.name,
-            host_nbytes=layout.nbytes_in(Tier.HOST),
+            host_nbytes=layout.nbytes_in(Tier.HOST) + copies_nbytes,
         ),
+        moves=moves,
         stages=draft.stages,
         saved=draft.schedule.saved_values(),
         trained_elsewhere=tuple(p for p in trained if p not in trained_here),

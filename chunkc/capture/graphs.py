@@ -153,7 +153,7 @@ def build(
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
         params=tuple(infos),
-        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses), fwd, bwd)),
+        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses), fwd, bwd, user)),
         backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses)),
         held_nbytes=timeline.held_nbytes,
         num_samples=num_samples,
@@ -212,13 +212,19 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
     )
 
 
-def _with_saved(operators: Sequence[Operator], forward: CapturedGraph, backward: CapturedGraph) -> tuple[Operator, ...]:
+def _with_saved(
+    operators: Sequence[Operator], forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node]
+) -> tuple[Operator, ...]:
     """The forward's operators with what backward reads of their results."""
     with_saved = list(operators)
-    for position, saved in find_saved(forward, backward).items():
+    for position, saved in find_saved(forward, backward, user_outputs).items():
         source = source_line(forward.bundles[position].main)
         with_saved[position] = replace(
-            operators[position], source=source, saved_nbytes=saved.nbytes, read_by=saved.read_by
+            operators[position],
+            source=source,
+            saved_nbytes=saved.nbytes,
+            read_by=saved.read_by,
+            used_until=saved.used_until,
         )
     return tuple(with_saved)
 
