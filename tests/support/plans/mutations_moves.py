@@ -16,7 +16,7 @@ VALUES: list[Mutation] = [
             moving()
             .delete("forward", 4)
             .delete("forward", 4)
-            .insert("forward", 2, "offload a0 @d2h after f1 b4")
+            .insert("forward", 2, "offload a0 @d2h after f1")
             .insert("forward", 3, "discard a0 @compute after f2")
         ),
         (r"forward f5 `run fwd\.1", "it reads a0, which is away"),
@@ -33,43 +33,38 @@ VALUES: list[Mutation] = [
     ),
     (
         "copied before it is complete",
-        lambda: moving().set("forward", 4, "offload a0 @d2h after b4"),
+        lambda: moving().set("forward", 4, "offload a0 @d2h"),
         (r"forward f4 `offload a0", "reads a0", r"f1 `run fwd\.0"),
     ),
     (
         "copied before it is made",
-        lambda: moving().move("forward", 4, 0),
+        lambda: moving().delete("forward", 4).insert("forward", 0, "offload a0 @d2h"),
         (r"forward f0 `offload a0", "a0 is absent"),
     ),
     (
-        "host copy overwritten before it is read",
-        lambda: moving().set("forward", 4, "offload a0 @d2h after f3"),
-        (r"forward f4 `offload a0", "copy of a0", r"b4 `reload a0"),
-    ),
-    (
         "read before it is back",
-        lambda: moving().set("backward", 9, "run bwd.2 @compute after b8"),
-        (r"backward b9 `run bwd\.2", "reads a0", r"b4 `reload a0"),
+        lambda: moving().set("backward", 9, "run bwd.2 @compute after b7"),
+        (r"backward b9 `run bwd\.2", "reads a0", r"b8 `reload a0"),
     ),
     (
         "reloaded behind its reader",
-        lambda: moving().move("backward", 4, 10),
+        lambda: moving().delete("backward", 8).insert("backward", 9, "reload a0 @h2d after b3"),
         (r"backward b8 `run bwd\.2", "it reads a0, which is empty"),
     ),
     (
         "never reloaded",
-        lambda: moving().delete("backward", 4).delete("backward", 3),
+        lambda: moving().delete("backward", 8).delete("backward", 3),
         (r"backward b7 `run bwd\.2", "it reads a0, which is away"),
     ),
     (
         "reloaded before it has memory",
         lambda: moving().delete("backward", 3),
-        (r"backward b3 `reload a0", "a0 is away, not empty"),
+        (r"backward b7 `reload a0", "a0 is away, not empty"),
     ),
     (
         "reloaded without waiting for its memory",
-        lambda: moving().without_wait("backward", 4, "b3"),
-        (r"backward b4 `reload a0", "writes a0", r"b3 `allocate a0"),
+        lambda: moving().without_wait("backward", 8, "b3"),
+        (r"backward b8 `reload a0", "writes a0", r"b3 `allocate a0"),
     ),
     (
         "has memory twice",
@@ -90,7 +85,7 @@ VALUES: list[Mutation] = [
     ),
     (
         "a value that does not move",
-        lambda: moving().set("forward", 4, "offload a1 @d2h after f3 b4"),
+        lambda: moving().set("forward", 4, "offload a1 @d2h after f3"),
         (r"forward f4 `offload a1", "no a1"),
     ),
     (
