@@ -36,7 +36,7 @@ class Saved(NamedTuple):
 
 
 class SavedNames(NamedTuple):
-    """Names by which the graphs know the storages of one saved value: results of forward, inputs of backward."""
+    """Names of all values in the storages of one saved value: in forward, and among the inputs of backward."""
 
     made: tuple[str, ...]
     taken: tuple[str, ...]
@@ -60,7 +60,7 @@ def find_saved(forward: CapturedGraph, backward: CapturedGraph, given_out: Seque
                     sizes[maker[storage]][storage] = nbytes
                     read_by[maker[storage]].add(position)
     last_use = _last_uses(forward)
-    held = {key for key, _ in storages(given_out)}
+    held: set[Hashable] = {key for key, _ in storages(given_out)}
     results = [node for node in backward.outputs() if isinstance(node, Node)]
     held |= {key for node in results for key, _ in storages_of.get(node) or storages((node,))}
     saved = {}
@@ -89,9 +89,9 @@ def names_of_saved(
     saved = find_saved(forward, backward, given_out)
     maker = {key: position for position, value in saved.items() for key in value.storages}
     names: dict[int, tuple[dict[str, None], dict[str, None]]] = {position: ({}, {}) for position in saved}
-    results = [node for node in forward.outputs() if isinstance(node, Node)]
+    values = [node for bundle in forward.bundles for node in bundle.nodes]
     inputs = backward.module.graph.find_nodes(op="placeholder")
-    for which, nodes in enumerate((results, inputs)):
+    for which, nodes in enumerate((values, inputs)):
         for node in nodes:
             for position in {maker[key] for key, _ in storages((node,)) if key in maker}:
                 names[position][which][node.name] = None

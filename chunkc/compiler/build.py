@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
+from chunkc.capture.saved_values import names_of_saved
 from chunkc.compiler.debug import explain
 from chunkc.compiler.device_selection import check_free_memory
 from chunkc.compiler.memory.correct import corrected, stated
 from chunkc.compiler.memory.decisions import plan_beside, plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
-from chunkc.errors import BudgetError, ChunkcError
+from chunkc.errors import BudgetError, ChunkcError, PlanError
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
@@ -205,6 +208,27 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
     return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
 
 
+def names_of_moved(captured: Captured, plan: Plan) -> dict[int, frozenset[str]]:
+    """By moved value, the names of all values of the forward graph in its storages.
+
+    Raises:
+        PlanError: when a value has other bytes, makers or readers in the graphs than the plan says.
+    """
+    if not plan.moves:
+        return {}
+    given_out = [n for n in captured.forward.outputs() if isinstance(n, Node) and n.name in captured.user_outputs]
+    saved = names_of_saved(captured.forward, captured.backward, given_out)
+    for value in plan.moves:
+        found, _ = saved.get(value.made_by, (None, None))
+        if found is None or (found.nbytes, found.used_until, found.read_by) != (
+            value.nbytes,
+            value.used_until,
+            value.read_by,
+        ):
+            raise PlanError(f"the plan moves {value}, and the graph has {found}")
+    return {value.index: frozenset(saved[value.made_by][1].made) for value in plan.moves}
+
+
 def _plan(schedule: Schedule, target: Target, request: PlanRequest) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
@@ -254,7 +278,11 @@ class _Search:
         started = time.perf_counter()
         sources, compiler = self.captured.graphs, self.compiler
         lowered = {kind: lower_graph(graph, planned.plan, kind) for kind, graph in sources.items()}
-        graphs = {k: CompiledGraph(low, compiler.compile(low), sources[k].gradients) for k, low in lowered.items()}
+        saved = names_of_moved(self.captured, planned.plan)
+        graphs = {
+            kind: CompiledGraph(low, compiler.compile(low), sources[kind].gradients, saved if kind == "forward" else {})
+            for kind, low in lowered.items()
+        }
         self.num_attempts += 1
         self.compiling_s += time.perf_counter() - started
         built = CompiledPlan(planned, self.request.passes, lowered, graphs)
