@@ -99,7 +99,7 @@ class LivenessPass:
     """Decides ``liveness``."""
 
     name: str = "liveness"
-    requires: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset({"moves"})
     provides: frozenset[str] = frozenset({"liveness"})
     conflicts: frozenset[str] = frozenset()
 

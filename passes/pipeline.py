@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Memory, Plan, StageRecord
 from chunkc.ir.schedule import Schedule
@@ -25,6 +26,8 @@ from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
 
+MOVED_SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Shares of layers whose saved values move that are tried where a plan does not fit without."""
 PIPELINE: tuple[Pass, ...] = (
     OffloadPass(),
     LivenessPass(),
@@ -49,6 +52,11 @@ class Planned:
     plan: Plan
     drafts: tuple[tuple[str, Draft], ...]
     candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def moved_share(self) -> float:
+        """Share of layers whose saved values move, as asked for or as makes the plan fit."""
+        return self.drafts[-1][1].options.moved_share
 
 
 def make_plan(
@@ -82,6 +90,51 @@ def make_plan(
     return Planned(assemble(draft), drafts)
 
 
+def make_fitting_plan(
+    schedule: Schedule,
+    target: Target,
+    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
+    *,
+    layout: Layout | None = None,
+    passes: Sequence[Pass] | None = None,
+    check: Check | None = None,
+) -> Planned:
+    """As `make_plan`; where that does not fit, with as few saved values moved to the host as make it fit.
+
+    They are only where the options leave it open, and the machine's rates are known; where the options say otherwise,
+    the error says whether moving would do.
+    """
+    try:
+        return make_plan(schedule, target, options, layout=layout, passes=passes, check=check)
+    except BudgetError as error:
+        is_open = options.activations == "auto" and target.rates is not None
+        is_asked = options.activations in ("keep", "recompute")
+        if options.moved_share or options.fixed_moves or not (is_open or is_asked):
+            raise
+        for share in MOVED_SHARES if is_open else MOVED_SHARES[-1:]:
+            moving = replace(options, moved_share=share)
+            try:
+                planned = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
+            except BudgetError:
+                continue
+            if is_open:
+                return planned
+            raise _advised(error) from None
+        raise
+
+
+def _advised(error: BudgetError) -> BudgetError:
+    """``error`` of a plan that would fit if saved values moved."""
+    return BudgetError(
+        f"{error} With activations='offload' it fits as it is.",
+        moment=error.moment,
+        tensors=error.tensors,
+        missing_nbytes=error.missing_nbytes,
+        min_device_nbytes=error.min_device_nbytes,
+        min_host_nbytes=error.min_host_nbytes,
+    )
+
+
 def make_fastest_plan(
     schedule: Schedule,
     target: Target,
@@ -95,7 +148,8 @@ def make_fastest_plan(
     What ``options`` fixes is kept. Where the rates are not known, or nothing is copied or exchanged, this is
     `make_plan`, which takes and raises the same. All ranks must choose alike, so candidates are planned for rank 0.
     """
-    planned = make_plan(schedule, target, options, passes=passes, check=check)
+    planned = make_fitting_plan(schedule, target, options, passes=passes, check=check)
+    options = replace(options, moved_share=planned.moved_share)
     moves = planned.plan.moved_nbytes(*COPIED_TIERS)
     if target.rates is None or (not moves and target.world_size == 1):
         return planned

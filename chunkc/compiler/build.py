@@ -39,7 +39,7 @@ from chunkc.passes import (
     Target,
     make_evaluation_plan,
     make_fastest_plan,
-    make_plan,
+    make_fitting_plan,
     measuring_plan,
 )
 from chunkc.passes.lower import LoweredGraph, lower
@@ -187,9 +187,11 @@ def _first(names: Sequence[str]) -> str:
 
 
 def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
-    """Return what chooses activation budgets; None, which keeps all, without the machine's rates."""
+    """Return what chooses activation budgets; None, which keeps all, where so asked or without the machine's rates."""
     rates = request.target.rates
-    if rates is None:
+    if request.options.activations == "recompute":
+        return lambda _: (0.0, "layers are computed again in backward, as asked for")
+    if rates is None or request.options.activations != "auto":
         return None
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
@@ -234,7 +236,7 @@ def _plan(schedule: Schedule, target: Target, request: PlanRequest) -> Planned:
     if not schedule.is_evaluation and layout is None:
         return make_fastest_plan(schedule, target, options, passes=passes)
     if not schedule.is_evaluation:
-        return make_plan(schedule, target, options, layout=layout, passes=passes)
+        return make_fitting_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:
         raise ValueError("an evaluation is planned in the layout of training, and there is none yet")
     return make_evaluation_plan(schedule, target, replace(options, cuts=None), layout=layout, passes=passes)

@@ -86,7 +86,8 @@ class CaptureSession:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""
         compiler = self.settings.compiler
         entries = SizedEntries(weakly(self._make), weakly(self.graphs.let_go), compiles=compiler.fuses)
-        choose = budget_chooser(self.request()) if self.settings.target.rates is not None else None
+        is_chosen = self.settings.target.rates is not None or self.settings.options.activations == "recompute"
+        choose = budget_chooser(self.request()) if is_chosen else None
         captured, code = capture_graph(
             *(module, example_inputs, self.tensors, compiler.tracing, entries.forward, entries.backward), choose=choose
         )

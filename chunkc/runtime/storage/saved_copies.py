@@ -190,8 +190,8 @@ class CopyPool:
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     def prepare(self, plan: Plan) -> None:
-        """Have a buffer for one forward of ``plan``; BudgetError where the host has no room for it."""
-        if plan.moves:
+        """Have a buffer for one forward of ``plan``, if none is as large; BudgetError where there is no room."""
+        if plan.moves and all(len(buffer.memory) < plan.copies_nbytes for buffer in self._buffers):
             self._take(plan)
 
     def begin(self, plan: Plan) -> SavedCopies | None:
