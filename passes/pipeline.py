@@ -26,8 +26,8 @@ from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
 
-MOVED_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of layers whose saved values move that are tried where a plan does not fit without."""
+MOVED_SHARES = (1.0, 0.5, 0.25)
+"""Shares of layers whose saved values move where a plan does not fit without: the least that does is taken."""
 PIPELINE: tuple[Pass, ...] = (
     OffloadPass(),
     LivenessPass(),
@@ -99,10 +99,10 @@ def make_fitting_plan(
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
 ) -> Planned:
-    """As `make_plan`; where that does not fit, with as few saved values moved to the host as make it fit.
+    """As `make_plan`; where that does not fit, the least of a few shares of layers move what they save to the host.
 
-    They are only where the options leave it open, and the machine's rates are known; where the options say otherwise,
-    the error says whether moving would do.
+    They do where the options leave it open, and the machine's rates are known; where the options say otherwise, the
+    error says whether moving would do.
     """
     try:
         return make_plan(schedule, target, options, layout=layout, passes=passes, check=check)
@@ -111,16 +111,18 @@ def make_fitting_plan(
         is_asked = options.activations in ("keep", "recompute")
         if options.moved_share or options.fixed_moves or not (is_open or is_asked):
             raise
-        for share in MOVED_SHARES if is_open else MOVED_SHARES[-1:]:
+        fitting = None
+        for share in MOVED_SHARES:
             moving = replace(options, moved_share=share)
             try:
-                planned = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
+                fitting = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
             except BudgetError:
-                continue
-            if is_open:
-                return planned
-            raise _advised(error) from None
-        raise
+                break
+            if is_asked:
+                raise _advised(error) from None
+        if fitting is None:
+            raise
+        return fitting
 
 
 def _advised(error: BudgetError) -> BudgetError:

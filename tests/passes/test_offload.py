@@ -8,12 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import param, planned, planned_somewhere, target
 
+from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.errors import BudgetError
+from chunkc.hardware import Hardware
 from chunkc.ir.actions import Op
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 from chunkc.ir.tiers import Tier
-from chunkc.passes import PlanOptions
+from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan
 from chunkc.passes.support.moved_values import choose_moves, movable, piece_starts
 
 
@@ -164,3 +166,35 @@ def test_random_choices_keep_budgets_and_readers(data: st.DataObject) -> None:
         alive = max(op.live_nbytes for op in operators) - away[segment.name]
         assert alive <= segment.nonmodel_nbytes
         assert plan.memory.arena_nbytes + segment.nonmodel_nbytes <= plan.memory.budgets[Tier.DEVICE]
+
+
+def rates() -> CostRates:
+    return cost_rates(Hardware.parse("v100-240g"))
+
+
+def test_what_does_not_fit_moves_where_that_is_left_open() -> None:
+    """With rates the least share that fits is taken; who asked for another choice is told."""
+    schedule = layered(LAYERS)
+    tight = target(device=28_000)
+    with pytest.raises(BudgetError, match="It works with"):
+        make_fitting_plan(schedule, tight)
+    fitting = make_fitting_plan(schedule, replace(tight, rates=rates()))
+    assert 0.0 < fitting.moved_share and fitting.plan.moves
+    with pytest.raises(BudgetError, match="With activations='offload' it fits"):
+        make_fitting_plan(schedule, tight, PlanOptions(activations="keep"))
+    with pytest.raises(BudgetError) as refused:
+        make_fitting_plan(schedule, replace(tight, rates=rates()).with_budget(Tier.HOST, 1000))
+    assert "offload" not in str(refused.value)
+
+
+def test_the_search_moves_what_gains_time() -> None:
+    """Saved values that crowd payloads out of the device are moved where links are idle, and stay where they fit."""
+    schedule = layered([[4 << 20] * 3 for _ in range(8)], numel=1 << 20)
+    crowded = replace(target(device=80 << 20), rates=rates())
+    found = make_fastest_plan(schedule, crowded)
+    tried = {c.options.moved_share: c.step_ms for c in found.candidates}
+    assert len(tried) > 1, "shares were tried"
+    best = min(tried.values())
+    assert tried[found.moved_share] <= best * 1.01
+    roomy = make_fastest_plan(schedule, replace(target(), rates=rates()))
+    assert roomy.moved_share == 0.0 and not roomy.plan.moves
