@@ -1,4 +1,4 @@
-"""Pass ``offload``: decide which saved values go to host memory between forward and backward, and when.
+"""Pass ``offload``: decide which saved values go to host memory until backward, and when.
 
 Their copies take host memory that nothing else gets, and segments start where they go and come; the bytes that are
 away are none of the device's. So this comes before all passes that count bytes. The actions are written where those of

@@ -99,7 +99,7 @@ def make_fitting_plan(
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
 ) -> Planned:
-    """As `make_plan`; where that does not fit, the least of a few shares of layers move what they save to the host.
+    """As `make_plan`; where that does not fit, some layers move what they save to the host.
 
     They do where the options leave it open, and the machine's rates are known; where the options say otherwise, the
     error says whether moving would do.

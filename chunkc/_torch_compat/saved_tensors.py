@@ -6,5 +6,5 @@ import torch
 
 
 def has_saved_tensors_hooks() -> bool:
-    """Whether hooks of ``torch.autograd.graph.saved_tensors_hooks`` take what this thread saves for backward."""
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` take what this thread saves."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

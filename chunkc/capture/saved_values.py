@@ -36,14 +36,14 @@ class Saved(NamedTuple):
 
 
 class SavedNames(NamedTuple):
-    """Names of all values in the storages of one saved value: in forward, and among the inputs of backward."""
+    """Names of all values in one saved value's storages: in forward, and inputs of backward."""
 
     made: tuple[str, ...]
     taken: tuple[str, ...]
 
 
 def find_saved(forward: CapturedGraph, backward: CapturedGraph, given_out: Sequence[Node] = ()) -> dict[int, Saved]:
-    """Saved values by the position of the forward operator that makes them; ``given_out``: outputs of the user's."""
+    """Saved values by the position of their operator in forward; ``given_out``: outputs of the user's."""
     given = {key for key, _ in storages((*forward.other_inputs(), *forward.param_inputs()))}
     maker: dict[Hashable, int] = {}
     for position, bundle in enumerate(forward.bundles):

@@ -187,7 +187,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
-    """Return what chooses activation budgets; None, which keeps all, where so asked or without the machine's rates."""
+    """Return what chooses activation budgets; None, which keeps all, if asked for or without rates."""
     rates = request.target.rates
     if request.options.activations == "recompute":
         return lambda _: (0.0, "layers are computed again in backward, as asked for")

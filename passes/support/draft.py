@@ -236,8 +236,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class TimedMove:
-    """One moved value, with operators of forward before which it is copied and goes, and of backward before which it
-    has memory again. ``discard_at`` may be the end of forward."""
+    """One moved value, and the operators before which it is copied, goes, and has memory again.
+
+    The first two are forward's, ``discard_at`` may be its end; ``allocate_at`` is backward's.
+    """
 
     value: MovedValue
     offload_at: int

@@ -32,7 +32,7 @@ _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 def piece_starts(schedule: Schedule) -> list[int]:
-    """The operators of forward at which pieces start: where another numbered module begins, or bytes are enough."""
+    """Operators at which pieces start: where another numbered module begins, or bytes are enough."""
     operators = schedule.forward.operators
     starts, current = [0], ""
     for position, operator in enumerate(operators):
@@ -116,7 +116,7 @@ def _timed(
 
 
 def cuts_of(moves: Sequence[TimedMove], schedule: Schedule) -> tuple[set[int], set[int]]:
-    """The operators at which segments must start, so that a moved value is away during a whole segment or none."""
+    """Operators at which segments must start, so that a value is away during a whole one or none."""
     forward = {at for move in moves for at in (move.offload_at, move.discard_at)}
     num_forward, num_backward = (len(graph.operators) for graph in schedule.graphs)
     firsts: dict[int, int] = {}
@@ -179,7 +179,7 @@ def with_moves(
 
 
 def _by_position(moves: Sequence[TimedMove], *, is_forward: bool) -> dict[int, list[ActionAccess]]:
-    """The accesses of moves by the operator before which they stand; what frees memory comes last, or first."""
+    """The accesses of moves by the operator before which they stand."""
     at: dict[int, list[ActionAccess]] = {}
     steps = (Op.OFFLOAD, Op.DISCARD) if is_forward else (Op.ALLOCATE, Op.RELOAD)
     for op in steps:

@@ -1,4 +1,4 @@
-"""Saved values that move: where each stands while a plan is replayed, and what must hold of them before.
+"""Saved values that move: where each stands in a replay, and what must hold before.
 
     absent -- run --> here -- discard --> away -- allocate --> empty -- reload --> here -- backward ends --> away
 

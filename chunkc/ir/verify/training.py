@@ -320,7 +320,7 @@ def finish(machine: Machine, program: Program) -> str | None:
 
 
 def begin(machine: Machine, program: Program) -> None:
-    """Begin ``program``: a backward is a micro-batch, and drops what was begun; a forward makes values anew."""
+    """Begin ``program``: a backward drops what was begun, a forward makes its values anew."""
     if program.role == "forward":
         machine.saved.begin_forward()
     if program.role != "backward":

@@ -271,7 +271,7 @@ def running(
 
 
 def moving(op: Op, index: int, env: RunEnvironment, program: str) -> Callable[[SavedCopies], None]:
-    """Carry out ``op`` on the copies of a saved value, and count the bytes that are copied for ``program``."""
+    """Carry out ``op`` on the copies of a saved value, and count bytes copied for ``program``."""
     moved = env.moved_nbytes
     match op:
         case Op.DISCARD:

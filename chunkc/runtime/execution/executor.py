@@ -132,7 +132,7 @@ class Executor:
         return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
 
     def forward(self, program: BoundProgram, args: list[Any], copies: SavedCopies | None = None) -> list[Any]:
-        """Run a forward program on the inputs of the forward graph; empties ``args``; moved values go to ``copies``."""
+        """Run a forward program on its graph's inputs; empties ``args``; moved values go to ``copies``."""
         return self._run_graph(program, "forward", args, copies=copies)
 
     def evaluate(self, args: list[Any]) -> list[Any]:

@@ -97,7 +97,7 @@ class LiveForward:
         return not self.backwards and any(storage.is_alive() for storage in self.given)
 
     def is_of(self, addresses: Collection[int], storages: Set[int]) -> bool:
-        """Whether a backward that takes memory at ``addresses``, of ``storages``, takes all that was handed to it."""
+        """Whether a backward that takes ``addresses``, of ``storages``, takes all that was handed to it."""
         away = set[int]() if self.copies is None else self.copies.storages()
         if away:
             return away <= storages

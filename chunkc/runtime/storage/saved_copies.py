@@ -53,7 +53,7 @@ class _Copy:
 
 
 class SavedCopies:
-    """The copies of the moved values of one forward; ``kept``: those of them that could not leave the device."""
+    """The copies of one forward's moved values; ``kept``: those that could not leave the device."""
 
     def __init__(self, device: Device, buffer: torch.Tensor, moves: Sequence[MovedValue]) -> None:
         self._device = device
@@ -67,7 +67,7 @@ class SavedCopies:
             start += value.nbytes
 
     def hold(self, index: int, made: Sequence[object], own: Collection[int]) -> None:
-        """Note the storages behind a value: those of the results of its segment, ``made``, at positions ``own``.
+        """Note the storages behind a value: of its segment's results ``made``, those at positions ``own``.
 
         The value stays on the device where these are not what was planned: a compiler may have made it within a larger
         buffer, or given out the same memory twice.
@@ -134,7 +134,7 @@ class SavedCopies:
 
     @contextmanager
     def returned(self, moved: Collection[int] = ()) -> Iterator[None]:
-        """Within the block a backward runs that brings ``moved`` back by itself; all other values come back now."""
+        """Run a backward within the block that brings ``moved`` back; all other values come back now."""
         self.end_backward()
         for index in self._copies.keys() - moved:
             self.allocate(index)
@@ -161,7 +161,7 @@ class SavedCopies:
         return any(copy.storage() is not None for copies in self._copies.values() for copy in copies)
 
     def storages(self) -> set[int]:
-        """What tells the storages apart that are away."""
+        """Identities of the storages that are away."""
         return {c.identity for copies in self._copies.values() for c in copies if c.is_away}
 
 
