@@ -202,11 +202,13 @@ class CopyPool:
         """
         if not plan.moves:
             return None
+        for latest in (buffer.holder for buffer in self._buffers if buffer.holder is not None):
+            self._note_kept(latest)
         buffer = self._take(plan)
         buffer.holder = SavedCopies(self.device, buffer.memory, plan.moves)
         return buffer.holder
 
-    def note_kept(self, copies: SavedCopies) -> None:
+    def _note_kept(self, copies: SavedCopies) -> None:
         """Say once that values could not leave the device although the plan counts on it."""
         if copies.kept and not self._has_said:
             self._has_said = True
