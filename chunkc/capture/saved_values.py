@@ -25,13 +25,13 @@ _TORCH = re.compile(r"[/\\]torch[/\\]")
 class Saved(NamedTuple):
     """Bytes of one forward operator's results that backward reads, and its first and last reader.
 
-    ``used_until``: the forward operator that reads them last; -1 where others hold their storage too. ``storages``:
+    ``used_until``: the forward operator that reads them last; None where others hold their storage too. ``storages``:
     what tells their storages apart.
     """
 
     nbytes: int
     read_by: tuple[int, int]
-    used_until: int
+    used_until: int | None
     storages: frozenset[Hashable]
 
 
@@ -69,7 +69,7 @@ def find_saved(forward: CapturedGraph, backward: CapturedGraph, given_out: Seque
         nbytes, readers = sum(found.values()), read_by[position]
         is_held = not nbytes or not held.isdisjoint(found)
         reach = (min(readers), max(readers))
-        saved[position] = Saved(nbytes, reach, -1 if is_held else used_until, frozenset(found))
+        saved[position] = Saved(nbytes, reach, None if is_held else used_until, frozenset(found))
     return saved
 
 

@@ -61,7 +61,7 @@ class Operator:
         tangents_nbytes: of live gradients that autograd handed to backward; part of ``live_nbytes``.
         source: the user's line that called it (``model.py:31``); empty where unknown.
         saved_nbytes, read_by: of its results that backward reads; positions of the first and last operator that does.
-        used_until: operator of forward that reads these last; -1 where somebody else holds their storage too, so that
+        used_until: operator of forward that reads these last; None where somebody else holds their storage too, so that
             they must stay on the device.
     """
 
@@ -81,7 +81,7 @@ class Operator:
     source: str = ""
     saved_nbytes: int = 0
     read_by: tuple[int, ...] = ()
-    used_until: int = -1
+    used_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class SavedValue:
     nbytes: int
     made_by: int
     read_by: tuple[int, ...]
-    used_until: int = -1
+    used_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

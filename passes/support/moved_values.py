@@ -65,7 +65,7 @@ def movable(schedule: Schedule) -> dict[int, list[MovedValue]]:
     pieces: dict[int, list[MovedValue]] = {}
     piece_of = _positions(starts, len(schedule.forward.operators))
     for index, value in enumerate(values):
-        if value.used_until >= 0 and value.nbytes >= least_nbytes:
+        if value.used_until is not None and value.nbytes >= least_nbytes:
             reach = (min(value.read_by), max(value.read_by))
             moved = MovedValue(index, value.nbytes, value.made_by, value.used_until, reach)
             pieces.setdefault(piece_of[value.used_until], []).append(moved)

@@ -58,7 +58,7 @@ def test_mixtures_with_chunks_that_move_change_no_bit(runner_of: GetRunner) -> N
     """Some values move, others stay, at the least device budget, where payloads come and go too."""
     runner = runner_of("gpt2")
     runner.reset(Setup())
-    values = [i for i, v in enumerate(runner.captured.schedule.saved_values()) if v.used_until >= 0]
+    values = [i for i, v in enumerate(runner.captured.schedule.saved_values()) if v.used_until is not None]
     options = PlanOptions(fixed_moves=tuple(values[::2]))
     device_nbytes, _ = runner.smallest(options)
     found, kept = train_both(runner, Setup(options, device_nbytes=device_nbytes))

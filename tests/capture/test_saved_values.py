@@ -79,8 +79,9 @@ def test_what_others_hold_too_cannot_leave() -> None:
     schedule = schedule_of(Held())
     operators = schedule.forward.operators
     first, last = (v for v in schedule.saved_values() if operators[v.made_by].target == "aten.tanh.default")
+    assert first.used_until is not None
     assert operators[first.used_until].target == "aten.addmm.default" and first.used_until > first.made_by
-    assert last.used_until == -1
+    assert last.used_until is None
 
 
 def test_readers_move_along_where_graphs_are_joined() -> None:
@@ -90,8 +91,8 @@ def test_readers_move_along_where_graphs_are_joined() -> None:
     joined, _ = join([schedule, schedule], ())
     own, both = schedule.saved_values(), joined.saved_values()
     first, second = both[: len(own)], both[len(own) :]
-    assert first == tuple(replace(v, read_by=tuple(num_backward + r for r in v.read_by), used_until=-1) for v in own)
-    assert second == tuple(replace(v, made_by=num_forward + v.made_by, used_until=-1) for v in own)
+    assert first == tuple(replace(v, read_by=tuple(num_backward + r for r in v.read_by), used_until=None) for v in own)
+    assert second == tuple(replace(v, made_by=num_forward + v.made_by, used_until=None) for v in own)
 
 
 def test_the_largest_are_those_alive_in_the_segment() -> None:

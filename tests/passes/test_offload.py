@@ -87,7 +87,7 @@ def test_a_value_belongs_to_the_piece_that_uses_it_last_and_small_ones_stay() ->
 
 def test_what_others_hold_stays() -> None:
     schedule = layered(LAYERS)
-    held = tuple(replace(op, used_until=-1) if i == 4 else op for i, op in enumerate(schedule.forward.operators))
+    held = tuple(replace(op, used_until=None) if i == 4 else op for i, op in enumerate(schedule.forward.operators))
     schedule = replace(schedule, forward=replace(schedule.forward, operators=held))
     moves = choose_moves(schedule, PlanOptions(moved_share=1.0))
     assert moves and all(move.value.index != 4 for move in moves)
