@@ -206,6 +206,47 @@ def test_a_deleted_model_gives_its_copies_back() -> None:
     assert device.free_host_nbytes() == device.host_budget_nbytes
 
 
+def test_several_shapes_move(kept: dict[str, Any]) -> None:
+    """Forward of one shape, then of another, and backward of both, in either order."""
+    models = [compiled(activations=choice, accumulate=4) for choice in ("keep", "offload")]
+    for model in models:
+        model.zero_grad()
+        losses = [model(BATCH[:size]).square().mean() for size in (1024, 4096)]
+        losses[0].backward()
+        losses[1].backward()
+    expected, found = (gradients(model) for model in models)
+    assert len(found) == 16 and all(map(torch.equal, found, expected))
+    assert chunkc.stats(models[1])["moved_saved_nbytes"] > 0
+
+
+class Breaking(nn.Module):
+    """Breaks between two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers(4), layers(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_forwards_that_break_keep_their_activations(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="chunkc")
+    model = chunkc.compile(Breaking(), "emulated-64m-256m", dtype=torch.float32, backend="eager", activations="offload")
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(BATCH[:256]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0] and chunkc.stats(model)["moved_saved_nbytes"] == 0
+    assert "keeps its activations: values move in forwards of one graph only" in caplog.text
+
+
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(chunkc.ChunkcError, match="activations must be one of 'auto', 'keep', 'recompute', 'offload'"):
         chunkc.compile(layers(), "emulated-64m-64m", activations="move")  # type: ignore[arg-type]

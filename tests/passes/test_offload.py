@@ -15,7 +15,8 @@ from chunkc.ir.actions import Op
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 from chunkc.ir.tiers import Tier
-from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan
+from chunkc.ir.verify import verify
+from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan, make_plan
 from chunkc.passes.support.moved_values import choose_moves, movable, piece_starts
 
 
@@ -134,6 +135,20 @@ def test_copies_are_part_of_the_host_budget() -> None:
         planned(schedule, target(host=copies_nbytes - 1), options)
     assert refused.value.min_host_nbytes >= copies_nbytes
     planned_somewhere(schedule, target(host=copies_nbytes - 1), options)
+
+
+def test_another_shape_finds_room_for_its_copies_or_is_refused() -> None:
+    """The second shape saves twice as much as the first, whose layout is kept."""
+    small, large = layered(LAYERS), layered([[2 * n for n in sizes] for sizes in LAYERS])
+    options = PlanOptions(moved_share=1.0)
+    layout = planned(small, target(), options).plan.layout
+    copies_nbytes = make_plan(large, target(), options, layout=layout).plan.copies_nbytes
+    enough = copies_nbytes + layout.nbytes_in(Tier.HOST)
+    plan = make_plan(large, target(host=enough), options, layout=layout).plan
+    verify(plan)
+    with pytest.raises(BudgetError, match=f"another shape .* moves {copies_nbytes} bytes") as refused:
+        make_plan(large, target(host=enough - 1), options, layout=layout)
+    assert (refused.value.missing_nbytes, refused.value.min_host_nbytes) == (1, enough)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
