@@ -43,7 +43,7 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.tiers import Tier
-from chunkc.passes import Pass, PlanOptions, Target, budgets_of
+from chunkc.passes import ACTIVATIONS, Activations, Pass, PlanOptions, Target, budgets_of
 from chunkc.report import Plan
 from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.model import ModelRuntime
@@ -65,6 +65,7 @@ def compile(  # the name that torch.compile taught users
     dtype: torch.dtype | str = "auto",
     backend: Backend = "inductor",
     chunk_size: int | str = "auto",
+    activations: Activations = "auto",
     accumulate: int = 1,
     shard: str = "all",
     reduce_dtype: torch.dtype | None = None,
@@ -90,6 +91,9 @@ def compile(  # the name that torch.compile taught users
         dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
         backend: how segments are compiled.
         chunk_size: elements per chunk, or ``"auto"``.
+        activations: what forward saves for backward is kept on the device (``"keep"``), computed again in backward
+            (``"recompute"``), or goes to host memory until then (``"offload"``: all layers' but the last ones').
+            ``"auto"`` takes what simulates fastest, and keeps all where the machine's rates are not known.
         accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does; scale
             the losses yourself. A step may come earlier. More than one takes host (or device) memory for the gradients,
             which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
@@ -117,9 +121,7 @@ def compile(  # the name that torch.compile taught users
         HardwareError: for an ``hw`` that cannot be used.
     """
     examples = examples_of(example_inputs)
-    options = PlanOptions(
-        chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
-    )
+    options = _options(chunk_size, activations, accumulate, optimizer)
     check_model(model)
     job.join()
     machine, device = device_for(hw)
@@ -197,6 +199,7 @@ def plan(
     dtype: torch.dtype | str = "auto",
     backend: Backend = "inductor",
     chunk_size: int | str = "auto",
+    activations: Activations = "auto",
     accumulate: int = 1,
     shard: str = "all",
     reduce_dtype: torch.dtype | None = None,
@@ -226,9 +229,7 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
-    options = PlanOptions(
-        chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
-    )
+    options = _options(chunk_size, activations, accumulate, optimizer)
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
@@ -258,6 +259,19 @@ def plan(
             passes=passes,
             gpu=machine.compute_capability,
         )
+
+
+def _options(chunk_size: int | str, activations: Activations, accumulate: int, optimizer: str) -> PlanOptions:
+    if activations not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ChunkcError(f"activations must be one of {names}, got {activations!r}")
+    return PlanOptions(
+        chunk_numel=_chunk_numel(chunk_size),
+        accumulate=_micro_batches(accumulate),
+        state_spec=states_of(optimizer),
+        activations=activations,
+        moved_share=1.0 if activations == "offload" else 0.0,
+    )
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -303,6 +317,8 @@ def stats(model: nn.Module) -> dict[str, int]:
         "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
         "planned_comm_nbytes": plan.moved_nbytes(Stream.COMM),
+        "saved_nbytes": sum(value.nbytes for value in plan.saved),
+        "moved_saved_nbytes": plan.copies_nbytes,
         "num_foreign_steps": compiled.runtime.parameters.foreign.num_steps,
         **compiled.counts_since_warm_up(),
     }

@@ -10,13 +10,16 @@ from chunkc.passes.pipeline import (
     assemble,
     make_evaluation_plan,
     make_fastest_plan,
+    make_fitting_plan,
     make_plan,
     measuring_plan,
 )
-from chunkc.passes.support.draft import Draft, PlanOptions, Target, budgets_of
+from chunkc.passes.support.draft import ACTIVATIONS, Activations, Draft, PlanOptions, Target, budgets_of
 
 __all__ = [
+    "ACTIVATIONS",
     "PIPELINE",
+    "Activations",
     "Draft",
     "Pass",
     "PassOrderError",
@@ -28,6 +31,7 @@ __all__ = [
     "check_order",
     "make_evaluation_plan",
     "make_fastest_plan",
+    "make_fitting_plan",
     "make_plan",
     "measuring_plan",
     "run_passes",

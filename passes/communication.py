@@ -22,6 +22,7 @@ from chunkc.ir.plan import Segment
 from chunkc.passes.residency import block_chunks, landed_chunks
 from chunkc.passes.support.arena import static_payloads
 from chunkc.passes.support.draft import ActionAccess, Demand, Draft, ResidencyInterval, Timeline, decided
+from chunkc.passes.support.moved_values import with_moves
 
 
 def slot_name(slot: int) -> str:
@@ -265,5 +266,8 @@ class CommunicationPass:
             forward, backward = write_resident(layout, lines)
         else:
             forward, backward = write_intervals(layout, demand, lines)
+        if draft.moves:
+            forward = with_moves(forward, lines[0].segments, draft.moves)
+            backward = with_moves(backward, lines[1].segments, draft.moves)
         collectives = sum(i.action.stream is Stream.COMM for i in (*forward, *backward))
         return replace(draft, accesses=(forward, backward), note=f"{collectives} collectives")

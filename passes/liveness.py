@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from chunkc.errors import PlanError
 from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 from chunkc.passes.support.draft import Draft, GraphCosts, Liveness
+from chunkc.passes.support.moved_values import away_nbytes, without_away
 
 
 def analyse(schedule: Schedule, *, has_grad_chunks: bool = False) -> Liveness:
@@ -99,12 +100,16 @@ class LivenessPass:
     """Decides ``liveness``."""
 
     name: str = "liveness"
-    requires: frozenset[str] = frozenset()
+    requires: frozenset[str] = frozenset({"moves"})
     provides: frozenset[str] = frozenset({"liveness"})
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, draft: Draft) -> Draft:
         liveness = analyse(draft.schedule, has_grad_chunks=draft.options.accumulate > 1)
+        if draft.moves:
+            away = away_nbytes(draft.moves, draft.schedule)
+            less = [without_away(*pair) for pair in zip(liveness.costs, away, strict=True)]
+            liveness = replace(liveness, costs=(less[0], less[1]))
         peak = max(
             (live + work for c in liveness.costs for live, work in zip(c.live, c.workspace, strict=True)), default=0
         )

@@ -103,6 +103,25 @@ class OsPlacementPass:
         return replace(draft, layout=layout, demand=demand, os_home=home, note=note)
 
 
+def _check_copies(draft: Draft, layout: Layout, peak_nbytes: int) -> None:
+    """Refuse, by BudgetError, copies of saved values for which a fixed layout leaves no host memory."""
+    needs = {Tier.DEVICE: layout.arena_nbytes + peak_nbytes, Tier.HOST: layout.nbytes_in(Tier.HOST)}
+    missing_nbytes = needs[Tier.HOST] - draft.target.budget_nbytes(Tier.HOST)
+    if not draft.moves or missing_nbytes <= 0:
+        return
+    copies_nbytes, least = sum(move.value.nbytes for move in draft.moves), draft.target.memory_nbytes(needs)
+    raise BudgetError(
+        f"another shape of {draft.target.model} moves {copies_nbytes} bytes of activations to host memory, "
+        f"{missing_nbytes} more than the first shape has left there. Train the largest shape first, or use smaller "
+        "ones, or activations='keep' or 'recompute'.",
+        moment=str(Tier.HOST),
+        tensors=(),
+        missing_nbytes=missing_nbytes,
+        min_device_nbytes=least[Tier.DEVICE],
+        min_host_nbytes=least[Tier.HOST],
+    )
+
+
 def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
     """The homes of a fixed layout, after checking that its arena serves this schedule.
 
@@ -118,6 +137,7 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
     peak_nbytes = whole_nbytes if is_whole else demand.peak_nbytes
     enough = is_whole or demand.min_ranges * layout.world_size <= num_payload_slots(layout)
     if home.is_fastest or (enough and peak_nbytes <= margin_nbytes):
+        _check_copies(draft, layout, peak_nbytes)
         return replace(draft, demand=demand, os_home=home, note=f"kept on the {home}")
     sizes = sizes_of(layout, demand, liveness, cuts)
     error = refuse(draft.schedule, target, draft.options, demand, sizes, layout.chunk_numel)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Memory, Plan, StageRecord
 from chunkc.ir.schedule import Schedule
@@ -16,6 +17,7 @@ from chunkc.passes.communication import CommunicationPass
 from chunkc.passes.contract import Check, Pass, run_passes
 from chunkc.passes.evaluate import EvaluatePass
 from chunkc.passes.liveness import LivenessPass
+from chunkc.passes.offload import OffloadPass
 from chunkc.passes.os_placement import OsPlacementPass
 from chunkc.passes.prefetch import PrefetchPass
 from chunkc.passes.residency import ResidencyPass
@@ -24,7 +26,10 @@ from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
 
+MOVED_SHARES = (1.0, 0.5, 0.25)
+"""Shares of layers whose saved values move where a plan does not fit without: the least that does is taken."""
 PIPELINE: tuple[Pass, ...] = (
+    OffloadPass(),
     LivenessPass(),
     ChunkSizePass(),
     ChunkMappingPass(),
@@ -47,6 +52,11 @@ class Planned:
     plan: Plan
     drafts: tuple[tuple[str, Draft], ...]
     candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def moved_share(self) -> float:
+        """Share of layers whose saved values move, as asked for or as makes the plan fit."""
+        return self.drafts[-1][1].options.moved_share
 
 
 def make_plan(
@@ -80,6 +90,53 @@ def make_plan(
     return Planned(assemble(draft), drafts)
 
 
+def make_fitting_plan(
+    schedule: Schedule,
+    target: Target,
+    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
+    *,
+    layout: Layout | None = None,
+    passes: Sequence[Pass] | None = None,
+    check: Check | None = None,
+) -> Planned:
+    """As `make_plan`; where that does not fit, some layers move what they save to the host.
+
+    They do where the options leave it open: the error is then of the least device memory. Where the options say
+    otherwise, the error says whether moving would do.
+    """
+    try:
+        return make_plan(schedule, target, options, layout=layout, passes=passes, check=check)
+    except BudgetError as error:
+        if options.moved_share or options.fixed_moves or options.activations == "offload":
+            raise
+        fitting, least = None, error
+        for share in MOVED_SHARES:
+            moving = replace(options, moved_share=share)
+            try:
+                fitting = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
+            except BudgetError as refusal:
+                lacks_less = refusal.moment != Tier.HOST and refusal.min_device_nbytes < error.min_device_nbytes
+                least = refusal if fitting is None and lacks_less else error
+                break
+            if options.activations != "auto":
+                raise _advised(error) from None
+        if fitting is None:
+            raise (least if options.activations == "auto" else error) from None
+        return fitting
+
+
+def _advised(error: BudgetError) -> BudgetError:
+    """``error`` of a plan that would fit if saved values moved."""
+    return BudgetError(
+        f"{error} With activations='offload' it fits as it is.",
+        moment=error.moment,
+        tensors=error.tensors,
+        missing_nbytes=error.missing_nbytes,
+        min_device_nbytes=error.min_device_nbytes,
+        min_host_nbytes=error.min_host_nbytes,
+    )
+
+
 def make_fastest_plan(
     schedule: Schedule,
     target: Target,
@@ -95,7 +152,8 @@ def make_fastest_plan(
     not known, or nothing is copied or exchanged, this is `make_plan`, which takes and raises the same. All ranks must
     choose alike, so candidates are planned for rank 0.
     """
-    planned = make_plan(schedule, target, options, passes=passes, check=check)
+    planned = make_fitting_plan(schedule, target, options, passes=passes, check=check)
+    options = replace(options, moved_share=planned.moved_share)
     moves = planned.plan.moved_nbytes(*COPIED_TIERS)
     if target.rates is None or (not moves and target.world_size == 1):
         return planned
@@ -182,6 +240,8 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
     trained_here = draft.schedule.trained_params()
     trained = [p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED]
     worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
+    moves = tuple(sorted((move.value for move in draft.moves), key=lambda value: value.index))
+    copies_nbytes = sum(value.nbytes for value in moves)
     return Plan(
         model=draft.target.model,
         hw=draft.target.hw,
@@ -191,12 +251,13 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
         programs=decided(draft.programs, "programs"),
         memory=Memory(
             device_budget_nbytes=draft.target.budget_nbytes(Tier.DEVICE),
-            host_budget_nbytes=draft.target.budget_nbytes(Tier.HOST),
+            host_budget_nbytes=draft.target.budget_nbytes(Tier.HOST) + copies_nbytes,
             arena_nbytes=layout.arena_nbytes,
             nonmodel_nbytes=0 if worst is None else worst.nonmodel_nbytes,
             nonmodel_segment="" if worst is None else worst.name,
-            host_nbytes=layout.nbytes_in(Tier.HOST),
+            host_nbytes=layout.nbytes_in(Tier.HOST) + copies_nbytes,
         ),
+        moves=moves,
         stages=draft.stages,
         saved=draft.schedule.saved_values(),
         trained_elsewhere=tuple(p for p in trained if p not in trained_here),

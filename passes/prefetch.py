@@ -113,8 +113,8 @@ def _segments(schedule: Schedule, liveness: Liveness, which: int, starts: list[i
     for index, ((first, end), (live, work)) in enumerate(zip(ranges(starts, len(operators)), costs, strict=True)):
         reads = tuple(sorted({p for op in operators[first:end] for p in op.reads}))
         landing = tuple(sorted(p for op in lands[first:end] for p in op))
-        counts = work_of(operators[first:end])
-        result.append(Segment(GRAPHS[which], index, first, end, reads, landing, live, work, counts))
+        counts, away = work_of(operators[first:end]), min(liveness.costs[which].away[first:end], default=0)
+        result.append(Segment(GRAPHS[which], index, first, end, reads, landing, live + away, work, counts, away))
     return tuple(result)
 
 

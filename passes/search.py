@@ -4,14 +4,14 @@ Larger chunks copy faster, smaller ones overlap better; states in device memory 
 room for payloads. So candidates are planned whole, by the same passes, and simulated on the machine's rates; the least
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
-    passes' own plan -> states on the device -> chunk size -> second homes, where updates are held
+    passes' own plan -> saved values moved -> states on the device -> chunk size -> second homes, where updates are held
     -> states again, with a share of the others streamed -> second homes again
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -31,6 +31,8 @@ SCREENING_ACTIONS = 150_000
 """As many where schedules are compared, of which one is then searched in full."""
 NUM_SCALES = 5
 """Widths of a step from one count or share to another, each half of the one before, for counts at least 1."""
+SHARES = (1.0, 0.5, 0.25)
+"""Of layers whose saved values move, tried before all else, since they decide how much room that has."""
 MIN_GAIN = 0.002
 """Share of the step time that a candidate must gain: less is below what the simulator can tell apart."""
 
@@ -74,11 +76,21 @@ class Search:
         best = self._price(self.options, "the passes' own choice")
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
+        best = self._move_saved(best, SHARES)
         best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
         best = best if sized is best else self._place_states(sized)
         best = self._vary_counts(self._place_second_homes(best), with_shares=True)
-        return self._place_second_homes(best)
+        best = self._place_second_homes(best)
+        return self._move_saved(best, tuple(best.options.moved_share + step for step in (-0.125, 0.125)))
+
+    def _move_saved(self, best: Candidate, shares: Sequence[float]) -> Candidate:
+        """Choose for which share of layers saved values go to the host, where something moves as it is."""
+        draft = self._drafts[best.options]
+        is_decided = self.options.activations != "auto" or bool(self.options.fixed_moves)
+        if is_decided or draft.is_resident or not draft.schedule.saved_values():
+            return best
+        return self._best_of(best, [replace(best.options, moved_share=min(max(0.0, s), 1.0)) for s in shares])
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
         """Of every octave of chunk sizes the one that moves least, with as many bytes of states."""
@@ -263,6 +275,8 @@ def _difference(options: PlanOptions, wished: PlanOptions) -> str:
         parts.append(f"{options.num_resident_states} optimizer states resident")
     if options.streamed_share != wished.streamed_share:
         parts.append(f"{options.streamed_share:.0%} streamed")
+    if options.moved_share != wished.moved_share:
+        parts.append(f"{options.moved_share:.0%} of the layers' saved values moved")
     if options.num_second_homes != wished.num_second_homes:
         parts.append(f"{options.num_second_homes} second homes")
     return ", ".join(parts)

@@ -166,9 +166,10 @@ def build(
     dropped = [infos[param].name for name, param in made.items() if name not in computed]
     if dropped:
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
+    made_forward = _operators(fwd, live[:split], fuses, device_type)
     schedule = Schedule(
         params=tuple(infos),
-        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses, device_type), fwd, bwd)),
+        forward=GraphSchedule("forward", _with_saved(made_forward, fwd, bwd, user)),
         backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses, device_type)),
         held_nbytes=timeline.held_nbytes,
         num_samples=num_samples,
@@ -248,13 +249,19 @@ def _target(node: Node) -> str:
     return str(target) if inner is target else f"{target}({inner})"
 
 
-def _with_saved(operators: Sequence[Operator], forward: CapturedGraph, backward: CapturedGraph) -> tuple[Operator, ...]:
+def _with_saved(
+    operators: Sequence[Operator], forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node]
+) -> tuple[Operator, ...]:
     """The forward's operators with what backward reads of their results."""
     with_saved = list(operators)
-    for position, saved in find_saved(forward, backward).items():
+    for position, saved in find_saved(forward, backward, user_outputs).items():
         source = source_line(forward.bundles[position].main)
         with_saved[position] = replace(
-            operators[position], source=source, saved_nbytes=saved.nbytes, read_by=saved.read_by
+            operators[position],
+            source=source,
+            saved_nbytes=saved.nbytes,
+            read_by=saved.read_by,
+            used_until=saved.used_until,
         )
     return tuple(with_saved)
 

@@ -46,7 +46,10 @@ def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Sc
     seen: set[int] = set()
     for schedule in schedules:  # in reverse of the order of backward: the last contribution is met first
         num_behind -= len(schedule.backward.operators)
-        forward += [replace(op, read_by=tuple(num_behind + r for r in op.read_by)) for op in schedule.forward.operators]
+        forward += [
+            replace(op, read_by=tuple(num_behind + r for r in op.read_by), used_until=None)
+            for op in schedule.forward.operators
+        ]
         operators = [_contributing(op, seen) for op in schedule.backward.operators]
         seen |= schedule.trained_params()
         backward = operators + backward

@@ -18,6 +18,7 @@ from chunkc.errors import BudgetError, ChunkcError
 from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
+from chunkc.passes import ACTIVATIONS
 from chunkc.report import Plan
 from chunkc.runtime.update.rules import OPTIMIZERS
 from chunkc.scenarios.models import (
@@ -83,6 +84,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "not fit otherwise (default: auto)",
     )
     parser.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default="auto",
+        help="what forward saves for backward is kept, computed again, or goes to host memory until then; auto: what "
+        "is fastest of what --recompute leaves open (default: auto)",
+    )
+    parser.add_argument(
         "--clip",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -91,6 +99,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--policy", choices=policies(), default=policies()[0], help="how to plan (default: chunkc)")
     parser.add_argument("--chunk-size", type=chunk_size, default="auto", metavar="N", help="elements (default: auto)")
+
+
+def _recompute(args: argparse.Namespace) -> Recompute:
+    """Whether layers are computed again; ``--activations`` says it where ``--recompute`` does not."""
+    asked = Recompute(args.recompute)
+    if asked is not Recompute.AUTO or args.activations == "auto":
+        return asked
+    return Recompute.FULL if args.activations == "recompute" else Recompute.NONE
 
 
 def transformer_of(name: str) -> Transformer | None:
@@ -118,7 +134,8 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         Hardware.of(args.hw),
         batch=args.batch or 1,
         sequence=args.seq or model.default_sequence,
-        recompute=Recompute(args.recompute),
+        recompute=_recompute(args),
+        activations=args.activations,
         dtype=DTYPES[args.dtype],
         world_size=args.world_size,
         chunk_numel=None if args.chunk_size == "auto" else args.chunk_size,
@@ -159,7 +176,7 @@ def _without_torch_errors() -> Iterator[None]:
 def title_of(args: argparse.Namespace, answer: Answer) -> str:
     if answer.scenario is None:
         return str(args.model) if answer.plan is None else f"{answer.plan.model} ({args.model})"
-    if args.recompute != Recompute.AUTO:
+    if args.recompute != Recompute.AUTO or args.activations != "auto":
         return str(answer.scenario)
     needs_it = answer.scenario.recompute is Recompute.FULL
     return f"{answer.scenario} ({'auto: it does not fit without' if needs_it else 'auto'})"
@@ -181,7 +198,7 @@ def refuse_model_options(args: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser()
     add_training_options(parser)
     names = ("world_size", "batch", "seq", "dtype", "recompute", "clip", "policy", "chunk_size", "accumulate", "shard")
-    for name in (*names, "optimizer"):
+    for name in (*names, "activations", "optimizer"):
         if getattr(args, name) != parser.get_default(name):
             option = "--" + name.replace("_", "-")
             raise ChunkcError(f"{option} is for planning, and {args.model} is a plan already: leave it out")
@@ -206,6 +223,8 @@ def _of_function(args: argparse.Namespace) -> Answer:
         options["accumulate"] = args.accumulate
     if args.shard != "all":
         options["shard"] = args.shard
+    if args.activations != "auto":
+        options["activations"] = args.activations
     if args.optimizer != "adamw":
         options["optimizer"] = args.optimizer
     try:

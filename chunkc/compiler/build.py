@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch.fx import Node
+
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
+from chunkc.capture.saved_values import names_of_saved
 from chunkc.compiler.debug import explain
 from chunkc.compiler.device_selection import check_free_memory
 from chunkc.compiler.memory.correct import corrected, stated
 from chunkc.compiler.memory.decisions import plan_beside, plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
-from chunkc.errors import BudgetError, ChunkcError
+from chunkc.errors import BudgetError, ChunkcError, PlanError
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
@@ -36,11 +39,11 @@ from chunkc.passes import (
     Target,
     make_evaluation_plan,
     make_fastest_plan,
-    make_plan,
+    make_fitting_plan,
     measuring_plan,
 )
 from chunkc.passes.lower import LoweredGraph, lower
-from chunkc.passes.rematerialise import choose_budget
+from chunkc.passes.rematerialise import RECOMPUTE_ALL, choose_budget
 from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.passes.support.budget import too_small
 from chunkc.report import Plan as ReportedPlan
@@ -184,8 +187,17 @@ def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{more} {'was' if len(names) == 1 else 'were'}"
 
 
-def budget_chooser(request: PlanRequest) -> BudgetChooser:
-    """Return what chooses activation budgets; without the machine's rates it keeps what fits."""
+def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
+    """Return what chooses activation budgets; None, which keeps all, if asked for.
+
+    Without the machine's rates it recomputes no more than it takes to fit, and moves nothing that recomputing spares.
+    """
+    if request.options.activations == "recompute":
+        return lambda _: (RECOMPUTE_ALL, "layers are computed again in backward, as asked for")
+    if request.options.activations != "auto":
+        return None
+    if request.target.rates is None:
+        request = replace(request, options=replace(request.options, activations="keep"))
 
     def plan_with(schedule: Schedule) -> Plan:
         schedule = with_norms(schedule) if request.options.tracks_grad_norm else schedule
@@ -204,12 +216,33 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
     return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
 
 
+def names_of_moved(captured: Captured, plan: Plan) -> dict[int, frozenset[str]]:
+    """By moved value, the names of all values of the forward graph in its storages.
+
+    Raises:
+        PlanError: when a value has other bytes, makers or readers in the graphs than the plan says.
+    """
+    if not plan.moves:
+        return {}
+    given_out = [n for n in captured.forward.outputs() if isinstance(n, Node) and n.name in captured.user_outputs]
+    saved = names_of_saved(captured.forward, captured.backward, given_out)
+    for value in plan.moves:
+        found, _ = saved.get(value.made_by, (None, None))
+        if found is None or (found.nbytes, found.used_until, found.read_by) != (
+            value.nbytes,
+            value.used_until,
+            value.read_by,
+        ):
+            raise PlanError(f"the plan moves {value}, and the graph has {found}")
+    return {value.index: frozenset(saved[value.made_by][1].made) for value in plan.moves}
+
+
 def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions: int = MAX_ACTIONS) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
         return make_fastest_plan(schedule, target, options, passes=passes, max_actions=max_actions)
     if not schedule.is_evaluation:
-        return make_plan(schedule, target, options, layout=layout, passes=passes)
+        return make_fitting_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:
         raise ValueError("an evaluation is planned in the layout of training, and there is none yet")
     return make_evaluation_plan(schedule, target, replace(options, cuts=None), layout=layout, passes=passes)
@@ -253,7 +286,11 @@ class _Search:
         started = time.perf_counter()
         sources, compiler = self.captured.graphs, self.compiler
         lowered = {kind: lower_graph(graph, planned.plan, kind) for kind, graph in sources.items()}
-        graphs = {k: CompiledGraph(low, compiler.compile(low), sources[k].gradients) for k, low in lowered.items()}
+        saved = names_of_moved(self.captured, planned.plan)
+        graphs = {
+            kind: CompiledGraph(low, compiler.compile(low), sources[kind].gradients, saved if kind == "forward" else {})
+            for kind, low in lowered.items()
+        }
         self.num_attempts += 1
         self.compiling_s += time.perf_counter() - started
         built = CompiledPlan(planned, self.request.passes, lowered, graphs)

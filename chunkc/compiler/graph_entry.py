@@ -23,6 +23,7 @@ from typing import Any
 from torch.fx import Node
 
 from chunkc._torch_compat.core import without_modes
+from chunkc._torch_compat.saved_tensors import has_saved_tensors_hooks
 from chunkc.capture.graphs import Captured
 from chunkc.capture.joined import saved_nbytes
 from chunkc.capture.symbolic import Sizes
@@ -133,6 +134,7 @@ class GraphEntry(RuntimeReference):
             static = static_slots(plan.layout, plan.program("forward").entry.resident)
             with without_modes():
                 store = runtime.adopt(plan.layout, static)
+                runtime.accounting.copies.prepare(plan)
                 runtime.executors[self] = Executor(
                     plan, store, runtime.device, self._graphs, runtime.ranks, self.family
                 )
@@ -154,6 +156,12 @@ class GraphEntry(RuntimeReference):
         if self.plan is None and self.unplanned is not None:
             return runtime.forward_unplanned(self.unplanned, args, self._held)
         self._measure(runtime)
+        if self.plan is not None and self.plan.moves and has_saved_tensors_hooks():
+            raise ChunkcError(
+                "torch.autograd.graph.saved_tensors_hooks (save_on_cpu, a checkpoint around the model) would be given "
+                "saved values whose elements are in host memory already: the plan moves activations. Leave the hooks "
+                "away, or pass activations='keep' or 'recompute' to chunkc.compile"
+            )
         return runtime.forward(self.install(), args, self._held)
 
     def backward(self, args: list[Any]) -> list[Any]:

@@ -1,14 +1,14 @@
 """The time of one action that runs alone, from what the plan says of it and the rates of a machine.
 
     run, stash, add        matrix products and attention by arithmetic or bytes, what takes longer, the rest by bytes
-    fetch, evict, ...      latency + bytes / bandwidth
+    fetch, offload, ...    latency + bytes / bandwidth
     gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
                            nodes over its network, what takes longer, and a latency for each rank (ring algorithm);
                            behind a reduction among replicas, what all owners of a node receive over its network
     sum                    the latency of each rank: its bytes are few
     begin, update, restore, norm   the rate of the update; of the last two by the share of its bytes that they move;
                            an update that was begun takes no time, as if it were always committed
-    open, drop, release, decide    bookkeeping: the host's launch
+    open, drop, release, decide, discard, allocate    bookkeeping: the host's launch
 
 Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
 launched its last kernel.
@@ -54,6 +54,7 @@ class ActionCosts:
         self._plan, self._rates = plan, rates
         self._layout = plan.layout
         self._segments = {s.name: s for s in plan.segments}
+        self._value_nbytes = {value.target: value.nbytes for value in plan.moves}
         self._begun = {a.target for p in plan.programs for a in p.actions if a.op is Op.BEGIN}
         self._makers: dict[Op, Callable[[Action], tuple[float, int, int]]] = {
             Op.RUN: self._run,
@@ -63,6 +64,8 @@ class ActionCosts:
             Op.EVICT: self._copy,
             Op.LOAD: self._copy,
             Op.STORE: self._copy,
+            Op.OFFLOAD: self._copy_value,
+            Op.RELOAD: self._copy_value,
             Op.GATHER: self._collective,
             Op.REDUCE: self._collective,
             Op.SUM: self._sum,
@@ -113,6 +116,10 @@ class ActionCosts:
 
     def _copy(self, action: Action) -> tuple[float, int, int]:
         nbytes = self._layout.moved_nbytes(action)
+        return self._rates.copies[action.stream].time_ms(nbytes), nbytes, 0
+
+    def _copy_value(self, action: Action) -> tuple[float, int, int]:
+        nbytes = self._value_nbytes[action.target]
         return self._rates.copies[action.stream].time_ms(nbytes), nbytes, 0
 
     def _links(self) -> Links:

@@ -22,6 +22,9 @@ that the first one has opened. The verifier counts on labels only from the first
         begin c12 @cpu after b57                the update of a chunk into its second home, before the step is called
         update c12 @cpu / restore c12 @compute  the optimizer on a chunk; only its param16 from param32
     load os7 -> d9 @h2d / store os7 <- d9 @d2h       optimizer states to the device, back home
+    offload a5 @d2h after f9                a saved value (the sixth of `Plan.saved`) is copied to host memory
+    discard a5 @compute after f12           its device memory goes back to the allocator; the copy is valid
+    allocate a5 @compute / reload a5 @h2d after b3   it has device memory again; its elements come back
 """
 
 from __future__ import annotations
@@ -60,6 +63,10 @@ class Op(StrEnum):
     RESTORE = "restore"
     LOAD = "load"
     STORE = "store"
+    OFFLOAD = "offload"
+    DISCARD = "discard"
+    ALLOCATE = "allocate"
+    RELOAD = "reload"
 
 
 class Stream(StrEnum):
@@ -76,6 +83,8 @@ TO_SLOT = frozenset({Op.FETCH, Op.OPEN, Op.LOAD})
 FROM_SLOT = frozenset({Op.EVICT, Op.DROP, Op.STORE})
 LANDINGS = frozenset({Op.STASH, Op.ADD})
 """What puts the gradients of a segment into a chunk."""
+VALUE_COPIES = frozenset({Op.OFFLOAD, Op.RELOAD})
+"""Copies of saved values between device and host memory."""
 
 _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.FETCH: frozenset({Stream.H2D}),
@@ -92,6 +101,8 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.BEGIN: frozenset({Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.RESTORE: frozenset({Stream.COMPUTE, Stream.CPU}),
+    Op.OFFLOAD: frozenset({Stream.D2H}),
+    Op.RELOAD: frozenset({Stream.H2D}),
 }
 _COMPUTE_ONLY = frozenset({Stream.COMPUTE})
 
@@ -99,18 +110,19 @@ _NUMBER = r"(?:0|[1-9][0-9]{0,17})"
 """One spelling for each number, so that equal targets are equal texts."""
 _TEXT = re.compile(
     rf"(?P<op>{'|'.join(Op)})"
-    rf"(?: (?P<target>(?:c|os|g|fwd\.|bwd\.)?{_NUMBER}))?"
+    rf"(?: (?P<target>(?:c|os|g|a|fwd\.|bwd\.)?{_NUMBER}))?"
     rf"(?: of (?P<source>(?:fwd|bwd)\.{_NUMBER}))?"
     rf"(?: (?P<arrow>->|<-) d(?P<slot>{_NUMBER}))?"
     rf" @(?P<stream>{'|'.join(Stream)})"
     rf"(?: after (?P<waits>[a-z]{_NUMBER}(?: [a-z]{_NUMBER})*))?"
 )
-_CHUNK, _GROUP, _STATES = rf"c{_NUMBER}", rf"g{_NUMBER}", rf"os{_NUMBER}"
+_CHUNK, _GROUP, _STATES, _VALUE = rf"c{_NUMBER}", rf"g{_NUMBER}", rf"os{_NUMBER}", rf"a{_NUMBER}"
 _TARGETS: dict[Op, str] = {
     Op.FETCH: _CHUNK, Op.OPEN: _CHUNK, Op.EVICT: _CHUNK, Op.DROP: _CHUNK, Op.GATHER: _GROUP,
     Op.RELEASE: _GROUP, Op.REDUCE: _GROUP, Op.RUN: rf"(fwd|bwd)\.{_NUMBER}", Op.STASH: _CHUNK,
     Op.ADD: _CHUNK, Op.NORM: _CHUNK, Op.SUM: r"", Op.DECIDE: r"", Op.BEGIN: _CHUNK, Op.UPDATE: _CHUNK,
     Op.RESTORE: _CHUNK, Op.LOAD: _STATES, Op.STORE: _STATES,
+    Op.OFFLOAD: _VALUE, Op.DISCARD: _VALUE, Op.ALLOCATE: _VALUE, Op.RELOAD: _VALUE,
 }  # fmt: skip
 
 
@@ -118,9 +130,9 @@ _TARGETS: dict[Op, str] = {
 class Action:
     """One action of a plan.
 
-    ``target``: ``c12`` (chunk), ``os7`` (optimizer states), ``g4`` (group), ``fwd.17`` (segment), or empty. ``slot``:
-    the arena slot that it fills or frees. ``source``: for ``stash`` and ``add``, the segment whose gradients land.
-    ``waits``: labels of the actions that must be complete before it starts.
+    ``target``: ``c12`` (chunk), ``os7`` (optimizer states), ``g4`` (group), ``a5`` (saved value), ``fwd.17`` (segment),
+    or empty. ``slot``: the arena slot that it fills or frees. ``source``: for ``stash`` and ``add``, the segment whose
+    gradients land. ``waits``: labels of the actions that must be complete before it starts.
     """
 
     op: Op
@@ -142,7 +154,7 @@ class Action:
 
     @property
     def index(self) -> int:
-        return int(self.target.lstrip("bcdfgosw."))
+        return int(self.target.lstrip("abcdfgosw."))
 
     def __str__(self) -> str:
         parts = [str(self.op)]

@@ -23,19 +23,19 @@ A transition, and ``evaluate``, ends with all streams joined; all but ``abandon`
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from chunkc.files import Decoder, FormatError, save_text, shown
-from chunkc.ir.actions import Action, Op, Stream, parse
+from chunkc.ir.actions import VALUE_COPIES, Action, Op, Stream, parse
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, SavedValue, digest_of
 from chunkc.ir.tiers import Tier
 from chunkc.ir.work import Work
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 Role = Literal["forward", "backward", "step", "restore", "abandon", "resume", "reduce_all", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {
@@ -71,7 +71,8 @@ class Segment:
 
     ``reads``: parameters whose payload it reads; ``lands``: those whose gradients land when it ends (some may have
     been produced earlier). ``live_nbytes``: peak non-model bytes, gradients that have not landed included.
-    ``workspace_nbytes``: allowance for what its kernels allocate inside operators.
+    ``workspace_nbytes``: allowance for what its kernels allocate inside operators. ``away_nbytes``: of the live ones,
+    those of moved values that are away all the while.
     """
 
     graph: GraphKind
@@ -83,6 +84,7 @@ class Segment:
     live_nbytes: int
     workspace_nbytes: int
     work: tuple[Work, ...] = ()
+    away_nbytes: int = 0
 
     @property
     def name(self) -> str:
@@ -90,7 +92,35 @@ class Segment:
 
     @property
     def nonmodel_nbytes(self) -> int:
-        return self.live_nbytes + self.workspace_nbytes
+        return self.live_nbytes - self.away_nbytes + self.workspace_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class MovedValue:
+    """A saved value that leaves the device in forward and is back before backward reads it.
+
+    ``index``: position in `Plan.saved`; ``a5`` is the target of its actions. ``made_by``, ``used_until``: operators of
+    forward that make it, and that read it last (``made_by`` where none does). ``read_by``: the first and the last
+    operator of backward that read it. Between ``discard`` and ``allocate`` it is *away*.
+    """
+
+    index: int
+    nbytes: int
+    made_by: int
+    used_until: int
+    read_by: tuple[int, int]
+
+    @property
+    def target(self) -> str:
+        return f"a{self.index}"
+
+    def is_made_in(self, segment: Segment) -> bool:
+        return segment.graph == "forward" and segment.first_op <= self.made_by < segment.end_op
+
+    def is_used_in(self, segment: Segment) -> bool:
+        """Whether ``segment`` makes or reads it, or lies between two that do."""
+        first, last = (self.made_by, self.used_until) if segment.graph == "forward" else self.read_by
+        return first < segment.end_op and segment.first_op <= last
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +239,7 @@ class Plan:
     ``segments`` of forward stand before those of backward. ``trained_elsewhere``: parameters with an optimizer state
     whose gradients come from other graphs or eager operators; the step leaves them as they are. ``accumulate``: most
     micro-batches whose gradients one step takes. ``num_samples`` and ``num_tokens`` (0: unknown) are those of one
-    micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`.
+    micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`. ``moves``: saved values that go to the host and back.
     """
 
     model: str
@@ -219,6 +249,7 @@ class Plan:
     segments: tuple[Segment, ...]
     programs: tuple[Program, ...]
     memory: Memory
+    moves: tuple[MovedValue, ...] = ()
     stages: tuple[StageRecord, ...] = field(default=(), compare=False)
     trained_elsewhere: tuple[int, ...] = ()
     num_samples: int = 0
@@ -289,12 +320,22 @@ class Plan:
     def graph_segments(self, graph: GraphKind) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.graph == graph)
 
-    def moved_nbytes(self, *streams: Stream) -> int:
+    @property
+    def copies_nbytes(self) -> int:
+        """Host bytes that the copies of moved values take, for one forward that waits for its backward."""
+        return sum(value.nbytes for value in self.moves)
+
+    def nbytes_of(self, actions: Iterable[Action]) -> int:
+        """Bytes that ``actions`` move over the host's link or from other ranks."""
+        sizes = {value.target: value.nbytes for value in self.moves}
         return sum(
-            self.layout.moved_nbytes(action)
-            for program in self.iteration()
-            for action in program.actions
-            if action.stream in streams
+            sizes[action.target] if action.op in VALUE_COPIES else self.layout.moved_nbytes(action)
+            for action in actions
+        )
+
+    def moved_nbytes(self, *streams: Stream) -> int:
+        return self.nbytes_of(
+            action for program in self.iteration() for action in program.actions if action.stream in streams
         )
 
     def digest(self) -> str:

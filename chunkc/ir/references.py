@@ -124,6 +124,8 @@ def _check_segments(plan: Plan) -> None:
     for position, value in enumerate(plan.saved):
         if not value.read_by:
             raise FormatError("backward reads every saved value", f"saved[{position}].read_by")
+    for position, moved in enumerate(plan.moves):
+        _index(moved.index, plan.saved, "saved value", f"moves[{position}].index")
     named = plan.memory.nonmodel_segment
     if named and named not in {segment.name for segment in plan.segments}:
         raise FormatError(f"the plan has no segment {named!r:.60}", "memory.nonmodel_segment")

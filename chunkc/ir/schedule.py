@@ -62,6 +62,8 @@ class Operator:
         source: the user's line that called it (``model.py:31``); empty where unknown.
         crossing_nbytes: more bytes alive in front of it if a segment begins there; fused neighbours never make these.
         saved_nbytes, read_by: of its results that backward reads; positions of the first and last operator that does.
+        used_until: operator of forward that reads these last; None where somebody else holds their storage too, so that
+            they must stay on the device.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Operator:
     source: str = ""
     saved_nbytes: int = 0
     read_by: tuple[int, ...] = ()
+    used_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class SavedValue:
     nbytes: int
     made_by: int
     read_by: tuple[int, ...]
+    used_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +154,16 @@ class Schedule:
     def saved_values(self) -> tuple[SavedValue, ...]:
         operators = enumerate(self.forward.operators)
         return tuple(
-            SavedValue(op.name, op.source, op.saved_nbytes, i, op.read_by) for i, op in operators if op.read_by
+            SavedValue(op.name, op.source, op.saved_nbytes, i, op.read_by, op.used_until)
+            for i, op in operators
+            if op.read_by
         )
 
     def digest(self) -> str:
         """Twelve hexadecimal digits over all that planning depends on, equal on every machine."""
         data = self.to_json()
         for operator in (*data["forward"]["operators"], *data["backward"]["operators"]):
-            for name in ("source", "saved_nbytes", "read_by"):
-                del operator[name]
+            del operator["source"]
         return digest_of(data)
 
 

@@ -31,6 +31,7 @@ class Work(StrEnum):
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
     STATES = "optimizer states"
+    ACTIVATIONS = "activations"
     GATHER = "gather"
     REDUCE = "reduce"
     UPDATE = "update"
@@ -42,6 +43,8 @@ _OF_OP = {
     Op.EVICT: Work.GRADIENTS,
     Op.LOAD: Work.STATES,
     Op.STORE: Work.STATES,
+    Op.OFFLOAD: Work.ACTIVATIONS,
+    Op.RELOAD: Work.ACTIVATIONS,
     Op.GATHER: Work.GATHER,
     Op.REDUCE: Work.REDUCE,
     Op.SUM: Work.REDUCE,

@@ -47,7 +47,9 @@ def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     yield "of it non-model", unit.of(memory.nonmodel_nbytes), "", percent(memory.nonmodel_nbytes, budget), workspace
     for tier in SLOWER_TIERS:
         needed, there = memory.needs[tier], memory.budgets[tier]
-        yield tier, unit.of(needed), unit.of(there), percent(needed, there), "homes of chunks and their states"
+        what = "homes of chunks and their states"
+        what += f"; {unit.of(plan.copies_nbytes)} copies of activations" if plan.moves and tier is Tier.HOST else ""
+        yield tier, unit.of(needed), unit.of(there), percent(needed, there), what
 
 
 def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
@@ -130,6 +132,9 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
         copies = [a for a in actions if a.op is op]
         stream = Stream.H2D if op in (Op.FETCH, Op.LOAD) else Stream.D2H
         yield f"{op} {noun}", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
+    for op, stream in ((Op.RELOAD, Stream.H2D), (Op.OFFLOAD, Stream.D2H)) if plan.moves else ():
+        copies = [a for a in actions if a.op is op]
+        yield f"{op} saved values", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
     for stream, (source, destination) in COPIED_TIERS.items():
         copies = [a for a in actions if a.stream is stream]
         yield f"total {source} to {destination}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
@@ -144,7 +149,7 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
 
 
 def _copied(plan: Plan, actions: Sequence[Action]) -> int:
-    return sum(map(plan.layout.moved_nbytes, actions))
+    return plan.nbytes_of(actions)
 
 
 def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
@@ -174,6 +179,12 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
             f"{unit.named(nbytes)} at {line} ({plural(count, 'value')})" for line, count, nbytes in largest
         )
         yield printable(f"largest values saved for backward, at {peak.name}: {listed}")
+    if plan.moves:
+        saved_nbytes = sum(value.nbytes for value in plan.saved)
+        yield (
+            f"saved for backward: {unit.named(saved_nbytes - plan.copies_nbytes)} stay on the device, "
+            f"{unit.named(plan.copies_nbytes)} ({plural(len(plan.moves), 'value')}) go to the host and come back"
+        )
     if plan.memory.is_estimate:
         yield ESTIMATE_NOTE
     yield "utilisation of parameters: without grad chunks and rank padding"

@@ -34,7 +34,9 @@ _MAX_CHUNKS_COLUMNS = 16
 _BELOW = " " * 6  # before actions that stand below their segments
 _HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
 _LEFT_ALIGNED = (0, 2)
-_AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.RUN})  # such an action belongs to the next segment
+_AHEAD = frozenset(
+    {Op.FETCH, Op.LOAD, Op.GATHER, Op.ALLOCATE, Op.RELOAD, Op.RUN}
+)  # such an action belongs to the next segment
 _ON_ANY_STREAM = frozenset({Op.BEGIN, Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
     "restore": ", in place of step: gradients are given up",
@@ -57,6 +59,10 @@ _LEGEND = (
 _LEGEND_OF_RANKS = (
     "gather, release   other ranks' chunks come, go.  reduce: gradients to the owner",
     "norm, sum         squares of gradients: of a chunk, over all ranks, for decide",
+)
+_LEGEND_OF_MOVES = (
+    "offload, discard  a saved value (a3) is copied to the host, and leaves the device",
+    "allocate, reload  it has device memory again, and comes back",
 )
 
 
@@ -86,6 +92,7 @@ def render(plan: Plan) -> str:
     unit = unit_of(plan)
     rows = [row for program in plan.programs for row in _program(plan, program, unit)]
     legend = _LEGEND + (_LEGEND_OF_RANKS if plan.layout.world_size > 1 else ())
+    legend += _LEGEND_OF_MOVES if plan.moves else ()
     parts = (
         (_header(plan, unit), "    "),
         (_aligned(rows), " " * 8),

@@ -140,8 +140,9 @@ def _moment(plan: Plan, moment: Moment, unit: Unit) -> Iterator[str]:
     gathered = f"; gathered {' '.join(moment.gathered)}" if moment.gathered else ""
     yield f"  # moment {segment.name}: resident {_resident(moment.resident)}{gathered}"
     used = f"{unit.named(moment.used_nbytes)} of the arena in use"
+    away = f" - away {unit.of(segment.away_nbytes)}" if segment.away_nbytes else ""
     yield f"  #   operators {segment.first_op}..{segment.end_op - 1} read {reads}; {used}"
     yield (
         f"  #   {unit.of(moment.total_nbytes)} of {budget} {unit.name} = arena {unit.of(plan.layout.arena_nbytes)}"
-        f" + live {unit.of(segment.live_nbytes)} + workspace {unit.of(segment.workspace_nbytes)}"
+        f" + live {unit.of(segment.live_nbytes)}{away} + workspace {unit.of(segment.workspace_nbytes)}"
     )

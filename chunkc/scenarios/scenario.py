@@ -31,7 +31,7 @@ from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import PlanOptions, Target, budgets_of
+from chunkc.passes import Activations, PlanOptions, Target, budgets_of
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.runtime.update.rules import states_of
@@ -66,6 +66,8 @@ class Scenario:
         tracks_grad_norm: whether gradients are measured as they land, and updates follow a decision, as with clipping;
             None: where the compute dtype needs loss scaling.
         optimizer: whose states are planned for, as ``chunkc.plan(optimizer=)`` names it.
+        activations: whether saved values may go to host memory: where that is fastest (``auto``), all (``offload``) or
+            none.
     """
 
     model: Transformer
@@ -83,6 +85,7 @@ class Scenario:
     shard: str = "all"
     tracks_grad_norm: bool | None = None
     optimizer: str = "adamw"
+    activations: Activations = "auto"
 
     @property
     def num_ranks(self) -> int:
@@ -95,7 +98,8 @@ class Scenario:
         clipping = {None: "", True: ", clipped", False: ", neither clipped nor scaled"}
         waits = clipping[self.tracks_grad_norm] + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
         what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
-        return f"{what}, recompute {self.recompute}{waits}"
+        moves = ", activations moved" if self.activations == "offload" else ""
+        return f"{what}, recompute {self.recompute}{moves}{waits}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,10 @@ class Scenarios:
         """Plan and simulate ``scenario``; raises as `captured`."""
         if scenario.recompute is Recompute.AUTO:
             kept = self.answer(replace(scenario, recompute=Recompute.NONE))
-            return kept if kept.fits else self.answer(replace(scenario, recompute=Recompute.FULL))
+            if kept.plan is not None and not kept.plan.moves:
+                return kept
+            again = self.answer(replace(scenario, recompute=Recompute.FULL))
+            return min(kept, again, key=_rank) if kept.fits and again.fits else kept if kept.fits else again
         began_s = time.perf_counter()
         with uncollected():
             captured = self.captured(scenario)
@@ -178,6 +185,11 @@ class Scenarios:
     def is_captured(self, scenario: Scenario) -> bool:
         """Whether an answer takes no more captures."""
         return _key(scenario) in self._captures
+
+
+def _rank(answer: Answer) -> float:
+    """The simulated step in milliseconds, 0 where it is unknown."""
+    return 0.0 if answer.timeline is None else answer.timeline.step_ms
 
 
 def _key(scenario: Scenario) -> tuple[object, ...]:
@@ -222,6 +234,8 @@ def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) ->
         tracks_grad_norm=tracks_grad_norm,
         scales=scales,
         state_spec=states_of(scenario.optimizer),
+        activations=scenario.activations,
+        moved_share=1.0 if scenario.activations == "offload" else 0.0,
     )
     schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
     schedule = with_norms(schedule) if tracks_grad_norm else schedule

@@ -20,12 +20,14 @@ from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import Budget, UsableMemory
 from chunkc.ir.actions import Action
 from chunkc.ir.layout import Layout
-from chunkc.ir.plan import MAX_MICRO_BATCHES, Program, Segment, StageRecord
+from chunkc.ir.plan import MAX_MICRO_BATCHES, MovedValue, Program, Segment, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.tiers import Tier
 
 T = TypeVar("T")
+Activations = Literal["auto", "keep", "recompute", "offload"]
+ACTIVATIONS: tuple[Activations, ...] = ("auto", "keep", "recompute", "offload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,9 @@ class PlanOptions:
         accumulate: micro-batches of a step, at most. With more than one, gradients have chunks of their own.
         tracks_grad_norm: norms of gradients are taken as they land, and updates follow a decision on them.
         scales: backward multiplies its tangents by a loss scale.
+        activations: what may be done with saved values; ``auto``: what simulates fastest.
+        moved_share: of the layers, the share in [0, 1] whose saved values go to host memory until backward.
+        fixed_moves: positions of the saved values that do, whatever the share.
     """
 
     chunk_numel: int | None = None
@@ -105,6 +110,9 @@ class PlanOptions:
     tracks_grad_norm: bool = False
     scales: bool = False
     state_spec: StateSpec = ADAM_STATES
+    activations: Activations = "auto"
+    moved_share: float = 0.0
+    fixed_moves: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.chunk_numel is not None and self.chunk_numel < 1:
@@ -119,6 +127,10 @@ class PlanOptions:
             raise ValueError(f"num_second_homes must not be negative, got {self.num_second_homes}")
         if not 0.0 <= self.streamed_share <= 1.0:
             raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
+        if self.activations not in ACTIVATIONS:
+            raise ValueError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
+        if not 0.0 <= self.moved_share <= 1.0:
+            raise ValueError(f"moved_share must lie in [0, 1], got {self.moved_share}")
         if not 1 <= self.accumulate <= MAX_MICRO_BATCHES:
             raise ValueError(f"accumulate must lie in [1, {MAX_MICRO_BATCHES}], got {self.accumulate}")
 
@@ -127,7 +139,8 @@ class PlanOptions:
 class GraphCosts:
     """Bytes per operator of one graph: non-model bytes, and gradients that become final or land there.
 
-    ``crossing``: `Operator.crossing_nbytes`; () where no value is fused away.
+    ``crossing``: `Operator.crossing_nbytes`; () where no value is fused away. ``away``: of moved values that are not on
+    the device; they are no part of the others.
     """
 
     live: tuple[int, ...]
@@ -136,6 +149,7 @@ class GraphCosts:
     made: tuple[int, ...]
     landed: tuple[int, ...]
     crossing: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +237,19 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedMove:
+    """One moved value, and the operators before which it is copied, goes, and has memory again.
+
+    The first two are forward's, ``discard_at`` may be its end; ``allocate_at`` is backward's.
+    """
+
+    value: MovedValue
+    offload_at: int
+    discard_at: int
+    allocate_at: int
+
+
+@dataclass(frozen=True, slots=True)
 class ActionAccess:
     """An action without waits, and its resources: ``d3`` slot, ``h7`` home, ``o7`` states, ``s7`` second."""
 
@@ -241,6 +268,7 @@ class Draft:
     fixed_layout: Layout | None = None
     note: str = ""
     stages: tuple[StageRecord, ...] = ()
+    moves: tuple[TimedMove, ...] = ()
     liveness: Liveness | None = None
     chunk_numel: int | None = None
     fitting_numels: tuple[int, ...] = ()

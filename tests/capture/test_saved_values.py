@@ -29,6 +29,17 @@ class Net(nn.Module):
         return torch.exp(hidden) * 2.0
 
 
+class Held(nn.Module):
+    """Gives out what its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x)))).view(-1)
+
+
 LINES = {text.strip(): number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)}
 
 
@@ -53,12 +64,24 @@ def test_each_saved_value_has_its_line_bytes_and_readers() -> None:
     assert readers[tanh] == {"aten.view.default", "aten.tanh_backward.default"}, "the last reads it through views"
 
 
-def test_digests_do_not_depend_on_lines() -> None:
-    """Nothing is planned by them; another version of a library has other lines."""
+def test_digests_depend_on_saved_values_and_not_on_lines() -> None:
+    """What moves is planned by values; another version of a library has other lines."""
     schedule = schedule_of(Net())
-    operators = tuple(replace(op, source="", saved_nbytes=0, read_by=()) for op in schedule.forward.operators)
-    without = replace(schedule, forward=replace(schedule.forward, operators=operators))
-    assert without.saved_values() == () and without.digest() == schedule.digest()
+    unnamed = tuple(replace(op, source="") for op in schedule.forward.operators)
+    assert replace(schedule, forward=replace(schedule.forward, operators=unnamed)).digest() == schedule.digest()
+    bare = tuple(replace(op, saved_nbytes=0, read_by=()) for op in schedule.forward.operators)
+    without = replace(schedule, forward=replace(schedule.forward, operators=bare))
+    assert without.saved_values() == () and without.digest() != schedule.digest()
+
+
+def test_what_others_hold_too_cannot_leave() -> None:
+    """The user gets a view of the last value; nobody else holds the first, which the second layer reads last."""
+    schedule = schedule_of(Held())
+    operators = schedule.forward.operators
+    first, last = (v for v in schedule.saved_values() if operators[v.made_by].target == "aten.tanh.default")
+    assert first.used_until is not None
+    assert operators[first.used_until].target == "aten.addmm.default" and first.used_until > first.made_by
+    assert last.used_until is None
 
 
 def test_readers_move_along_where_graphs_are_joined() -> None:
@@ -68,8 +91,8 @@ def test_readers_move_along_where_graphs_are_joined() -> None:
     joined, _ = join([schedule, schedule], ())
     own, both = schedule.saved_values(), joined.saved_values()
     first, second = both[: len(own)], both[len(own) :]
-    assert first == tuple(replace(v, read_by=tuple(num_backward + r for r in v.read_by)) for v in own)
-    assert second == tuple(replace(v, made_by=num_forward + v.made_by) for v in own)
+    assert first == tuple(replace(v, read_by=tuple(num_backward + r for r in v.read_by), used_until=None) for v in own)
+    assert second == tuple(replace(v, made_by=num_forward + v.made_by, used_until=None) for v in own)
 
 
 def test_the_largest_are_those_alive_in_the_segment() -> None:

@@ -53,6 +53,20 @@ def out_of(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_activations_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {**TINY_GPT.config, "n_layer": 4, "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["plan", "config.json", "--hw", "v100-240g", "--no-advice", "--save", "plan.json", "--activations"]
+    for choice, recompute in (("offload", "none, activations moved"), ("keep", "none"), ("recompute", "full")):
+        assert main([*command, choice]) == 0
+        assert f"recompute {recompute}" in out_of(capsys).splitlines()[0]
+        plan = Plan.load("plan.json")
+        assert bool(plan.moves) == (choice == "offload")
+        assert ("reload saved values" in plan.summary()) == (choice == "offload")
+        assert ("offload a" in plan.text()) == (choice == "offload")
+
+
 def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [tiny, "--hw", "v100-240g", "--batch", "4"]
     assert main(["plan", *command, "--save", "plan.json", "--no-advice"]) == 0

@@ -18,6 +18,8 @@ STREAMS: dict[Op, tuple[Stream, ...]] = {
     Op.SUM: (Stream.COMM,),
     Op.NORM: (Stream.COMPUTE, Stream.COMM),
     Op.BEGIN: (Stream.CPU,),
+    Op.OFFLOAD: (Stream.D2H,),
+    Op.RELOAD: (Stream.H2D,),
     **{op: (Stream.COMPUTE, Stream.CPU) for op in (Op.UPDATE, Op.RESTORE)},
 }
 numbers = st.integers(0, 10**6)
@@ -30,6 +32,8 @@ def actions(draw: st.DrawFn, op: Op) -> Action:
     letters = {Op.LOAD: ("os",), Op.STORE: ("os",)}.get(op, ("c",))
     if op in (Op.GATHER, Op.RELEASE, Op.REDUCE):
         letters = ("g",)
+    elif op in (Op.OFFLOAD, Op.DISCARD, Op.ALLOCATE, Op.RELOAD):
+        letters = ("a",)
     target = draw(st.sampled_from(letters)) + str(draw(numbers))
     if op is Op.RUN:
         target = draw(segments)
@@ -71,6 +75,10 @@ def test_text_form_parses_back(op: Op, data: st.DataObject) -> None:
         ("update c12 @cpu", Action(Op.UPDATE, "c12", Stream.CPU)),
         ("load os7 -> d9 @h2d", Action(Op.LOAD, "os7", Stream.H2D, 9)),
         ("store os7 <- d9 @d2h", Action(Op.STORE, "os7", Stream.D2H, 9)),
+        ("offload a5 @d2h after f9", Action(Op.OFFLOAD, "a5", Stream.D2H, waits=("f9",))),
+        ("discard a5 @compute after f12", Action(Op.DISCARD, "a5", Stream.COMPUTE, waits=("f12",))),
+        ("allocate a5 @compute", Action(Op.ALLOCATE, "a5", Stream.COMPUTE)),
+        ("reload a5 @h2d after b3", Action(Op.RELOAD, "a5", Stream.H2D, waits=("b3",))),
     ],
 )
 def test_text_form_is_the_documented_one(text: str, action: Action) -> None:

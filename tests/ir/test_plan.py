@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import SPECS, evicting, streaming
+from plans import SPECS, evicting, moving, streaming
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan, StageRecord
@@ -27,7 +27,7 @@ def test_json_is_plain_and_shows_actions_as_text() -> None:
     data = evicting().build().to_json()
     assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
     assert data["programs"][0]["actions"][0] == "fetch c0 -> d0 @h2d after s0"
-    assert data["format_version"] == 8
+    assert data["format_version"] == 9
 
 
 @pytest.mark.parametrize("version", [0, 2, None, "3"])
@@ -35,7 +35,7 @@ def test_another_format_version_is_refused(version: object) -> None:
     data = evicting().build().to_json()
     data["format_version"] = version
     with pytest.raises(
-        ValueError, match=f"plan format {version!r} is not supported; this release reads format 8: plan the"
+        ValueError, match=f"plan format {version!r} is not supported; this release reads format 9: plan the"
     ):
         Plan.from_json(data)
 
@@ -65,6 +65,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     ),
     "a home": lambda p: replace(p, layout=replace(p.layout, arena_nbytes=4096)),
     "the rank": lambda p: replace(p, layout=replace(p.layout, rank=1)),
+    "what moves": lambda p: replace(p, moves=moving().build().moves),
     "an exit state": lambda p: evicting().but(saved=()).build(),
 }
 

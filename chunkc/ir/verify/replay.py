@@ -20,6 +20,7 @@ from chunkc.ir.actions import Op
 from chunkc.ir.layout import Chunk, ChunkList, Layout
 from chunkc.ir.plan import Plan, Segment, State
 from chunkc.ir.verify.happens_before import Accesses, Event
+from chunkc.ir.verify.saved_values import SavedValues, users_by_segment
 
 NOTHING = -1
 
@@ -62,6 +63,7 @@ class Facts:
         accumulates: whether several micro-batches may add to gradients before a step.
         to_update: the chunks of this rank that every step updates.
         overlaps: per slot, the slots that share bytes with it, itself included.
+        moves: the saved values that move, by index; moves_used: per segment, those that it makes or may read.
         needs_norm: whether the plan clips or scales, so that updates wait for ``decide``.
     """
 
@@ -85,6 +87,8 @@ class Facts:
         trained = [c.index for c in layout.chunks if c.list is ChunkList.TRAINED and self.owned[c.index]]
         self.to_update = frozenset(c for c in trained if self.params[c])
         self.overlaps = _overlaps(layout)
+        self.moves = {value.index: value for value in plan.moves}
+        self.moves_used = users_by_segment(plan)
         self.needs_norm = any(a.op in (Op.NORM, Op.SUM, Op.DECIDE) for p in plan.programs for a in p.actions)
 
     def due_in(self, chunk: int) -> frozenset[int]:
@@ -151,6 +155,7 @@ class Machine:
         truth, os_truth: the newest content of each.
         gathered: chunks that all ranks hold since the last gather.
         side: of each chunk with a second home, which of the two is its home now: 0 or 1.
+        saved: where saved values that move stand.
     """
 
     def __init__(self, facts: Facts, entry: State) -> None:
@@ -167,6 +172,7 @@ class Machine:
         self.home_os = {c.index: 0 for c in chunks if c.has_os_below and facts.owned[c.index]}
         self.gathered: set[int] = set()
         self.side = {c.index: 0 for c in chunks if c.has_second_home}
+        self.saved = SavedValues(facts.moves, facts.moves_used)
         self.iteration = Iteration()
         named = {f"slot d{slot}": tuple(f"slot d{o}" for o in others) for slot, others in facts.overlaps.items()}
         self._accesses = Accesses(named)

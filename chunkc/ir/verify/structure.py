@@ -10,7 +10,8 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import ROLE_GRAPH, ROLE_LETTER, Key, Phase, Plan, Program, Role, State, name_of
-from chunkc.ir.tiers import SLOWER_TIERS
+from chunkc.ir.tiers import SLOWER_TIERS, Tier
+from chunkc.ir.verify.saved_values import check_moves
 
 _TRAINING: tuple[Role, ...] = ("forward", "backward", "step", "restore", "abandon", "resume")
 _BACKWARDS: tuple[Key, ...] = (("backward", "first", False), ("backward", "later", False), ("backward", "last", True))
@@ -27,8 +28,9 @@ _PHASES: dict[Role, tuple[Phase, Phase]] = {
 }
 _MOVES = frozenset({Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE})
 _ALLOWED: dict[Role, frozenset[Op]] = {
-    "forward": _MOVES | {Op.RUN},
-    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM, Op.BEGIN},
+    "forward": _MOVES | {Op.RUN, Op.OFFLOAD, Op.DISCARD},
+    "backward": _MOVES
+    | {Op.OPEN, Op.RUN, Op.STASH, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM, Op.BEGIN, Op.ALLOCATE, Op.RELOAD},
     "step": _MOVES | {Op.OPEN, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.OPEN, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
@@ -49,6 +51,7 @@ def check_structure(plan: Plan) -> None:
     """
     _check_layout(plan.layout)
     _check_segments(plan)
+    check_moves(plan)
     _check_memory(plan)
     _check_programs(plan)
     if not plan.is_evaluation:
@@ -56,11 +59,14 @@ def check_structure(plan: Plan) -> None:
     twins = list(_twins_of(plan))
     _check_lengths(twins)
     segments = frozenset((s.name, s.graph) for s in plan.segments)
+    moved = frozenset(value.target for value in plan.moves)
     lengths = _num_labels(plan)
     for program in plan.programs:
         own = frozenset(label for label, _ in program.labelled())
         for label, action in program.labelled():
-            problem = _problem_of(plan.layout, segments, program, action) or _wait_problem(label, action, own, lengths)
+            problem = _problem_of(plan.layout, segments, moved, program, action) or _wait_problem(
+                label, action, own, lengths
+            )
             if problem is not None:
                 raise PlanError(f"{program.name} {label} `{action}`: {problem}")
     _check_phases(plan)
@@ -194,11 +200,12 @@ def _check_memory(plan: Plan) -> None:
     if memory.arena_nbytes != layout.arena_nbytes:
         raise PlanError(f"memory states an arena of {memory.arena_nbytes} bytes, the layout {layout.arena_nbytes}")
     for tier in SLOWER_TIERS:
-        needed, budget, taken = memory.needs[tier], memory.budgets[tier], layout.nbytes_in(tier)
+        needed, budget = memory.needs[tier], memory.budgets[tier]
+        taken = layout.nbytes_in(tier) + (plan.copies_nbytes if tier is Tier.HOST else 0)
         if needed != taken:
-            raise PlanError(f"memory states {needed} {tier} bytes, the homes take {taken}")
+            raise PlanError(f"memory states {needed} {tier} bytes, homes and copies take {taken}")
         if needed > budget:
-            raise PlanError(f"homes take {needed} {tier} bytes, the {tier} budget is {budget}")
+            raise PlanError(f"homes and copies take {needed} {tier} bytes, the {tier} budget is {budget}")
     peak = max((s.nonmodel_nbytes for s in plan.segments), default=0)
     if memory.nonmodel_nbytes < peak:
         raise PlanError(f"memory states {memory.nonmodel_nbytes} non-model bytes, a segment takes {peak}")
@@ -219,12 +226,14 @@ def _check_programs(plan: Plan) -> None:
             raise PlanError(f"the actions of {program.name} cannot have the labels {program.numbers}")
 
 
-def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: Program, action: Action) -> str | None:
+def _problem_of(
+    layout: Layout, segments: Set[tuple[str, str]], moved: Set[str], program: Program, action: Action
+) -> str | None:
     landing = Op.ADD if program.begins_step else Op.STASH
     if action.op not in _ALLOWED[program.role] - program.left_out - {landing}:
         return f"{action.op} has no place in program {program.name}"
     runs = action.op is Op.RUN and (action.target, ROLE_GRAPH.get(program.role)) not in segments
-    if runs or not _target_exists(layout, action):
+    if runs or not (action.target in moved if action.target[:1] == "a" else _target_exists(layout, action)):
         return f"the {program.name} of this plan has no {action.target}"
     if action.source is not None and (action.source, program.role) not in segments:
         return f"the {program.name} of this plan has no {action.source}"

@@ -16,6 +16,7 @@ from chunkc.ir.plan import ROLE_GRAPH, Program
 from chunkc.ir.verify.happens_before import Event
 from chunkc.ir.verify.moves import MOVES
 from chunkc.ir.verify.replay import Machine, Payload
+from chunkc.ir.verify.value_moves import VALUE_EFFECTS, run_segment
 
 
 def _run(machine: Machine, event: Event) -> None:
@@ -26,6 +27,7 @@ def _run(machine: Machine, event: Event) -> None:
         machine.refuse(event, f"segment {iteration.next_segment} of {segment.graph} must run first")
     iteration.next_segment += 1
     _refuse_over_budget(machine, event, segment.nonmodel_nbytes)
+    run_segment(machine, event, segment)
     for chunk, params in facts.reads[segment.name].items():
         _refuse_unreadable(machine, event, chunk, params)
         machine.read(event, f"slot d{machine.slot_of[f'c{chunk}']}")
@@ -292,6 +294,10 @@ def finish(machine: Machine, program: Program) -> str | None:
     """Start the bookkeeping of the next program; return what ``program`` has left undone, if anything."""
     iteration, facts = machine.iteration, machine.facts
     refuse_unlanded(machine)
+    if program.role == "forward":
+        machine.saved.end_forward()
+    elif program.role == "backward":
+        machine.saved.end_backward()
     graph = ROLE_GRAPH.get(program.role)
     if graph is not None:
         due = sum(s.graph == graph for s in facts.segments.values())
@@ -314,7 +320,9 @@ def finish(machine: Machine, program: Program) -> str | None:
 
 
 def begin(machine: Machine, program: Program) -> None:
-    """Begin ``program``: a backward is a micro-batch, and drops what was begun."""
+    """Begin ``program``: a backward drops what was begun, a forward makes its values anew."""
+    if program.role == "forward":
+        machine.saved.begin_forward()
     if program.role != "backward":
         return
     machine.iteration.begun = set()
@@ -338,6 +346,7 @@ def _renew_remote(machine: Machine) -> None:
 
 EFFECTS: dict[Op, Callable[[Machine, Event], None]] = {
     **MOVES,
+    **VALUE_EFFECTS,
     Op.RUN: _run,
     Op.STASH: _stash,
     Op.ADD: _stash,

@@ -32,12 +32,14 @@ from chunkc.runtime.execution.bound_action import (
     announcing,
     copying,
     in_sequence,
+    moving,
     running,
     stashing,
 )
 from chunkc.runtime.execution.collectives import Exchanges
 from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
+from chunkc.runtime.storage.saved_copies import SavedCopies
 from chunkc.runtime.update.cpu_update import Piece
 from chunkc.runtime.update.rules import rule_of
 from chunkc.runtime.update.update_inputs import StepInputs
@@ -79,7 +81,10 @@ class Binder:
 
     def _bind(self, label: str, action: Action) -> BoundAction:
         update: Callable[[Any], None] | None = None
+        move: Callable[[SavedCopies], None] | None = None
         match action.op:
+            case Op.OFFLOAD | Op.DISCARD | Op.ALLOCATE | Op.RELOAD:
+                work, move = _nothing, moving(action.op, action.index, self.env, self._program)
             case Op.UPDATE:
                 of_chunk = self._update_of(action)
                 work, update = of_chunk.restore, of_chunk.update
@@ -94,7 +99,7 @@ class Binder:
                 work = self._work(action)
         self._occupancy.apply(action)
         launch = PlannedLaunch(label, str(action), action.stream, action.waits, action.op is Op.RUN)
-        return BoundAction(launch, work, update, action.op is Op.SUM)
+        return BoundAction(launch, work, update, action.op is Op.SUM, move)
 
     def _work(self, action: Action) -> Work:
         makers: dict[Op, Callable[[Action], Work]] = {
@@ -216,7 +221,11 @@ class Binder:
         compiled = self.graphs[planned.graph]
         segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
         payloads = [(i, self._payload(param)) for i, param in segment.params]
-        return running(segment, run, payloads, self.env, self._slots[planned.graph], self.device.sample_nonmodel)
+        made = [value.index for value in self.plan.moves if value.is_made_in(planned)]
+        names = {index: compiled.saved.get(index, frozenset()) for index in made}
+        saved = {i: {p for p, name in enumerate(segment.outputs) if name in own} for i, own in names.items()}
+        slots, sample = self._slots[planned.graph], self.device.sample_nonmodel
+        return running(segment, run, payloads, self.env, slots, sample, saved)
 
     def _stash(self, action: Action) -> Work:
         """Land the elements in this chunk of gradients of the segment, and no others.

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from chunkc.errors import PlanError
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Program
 from chunkc.ir.values import GraphValues, SegmentValues
 from chunkc.runtime.devices.protocol import Event, PlannedLaunch, Update, Work
 from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.storage.saved_copies import SavedCopies
 from chunkc.runtime.update.begun import BegunStep
 from chunkc.runtime.update.second_home import SecondHomeUpdate
 from chunkc.runtime.update.update_inputs import StepInputs
@@ -37,11 +38,15 @@ def in_sequence(*works: Work) -> Work:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """A lowered graph, a callable per segment, and by value name the parameters whose gradients it makes."""
+    """A lowered graph, a callable per segment, and by value name the parameters whose gradients it makes.
+
+    ``saved``: of a forward graph, by moved value (position in `Plan.saved`), the names of all values in its storages.
+    """
 
     graph: GraphValues
     segments: Sequence[SegmentCallable]
     gradients: Mapping[str, int]
+    saved: Mapping[int, Set[str]] = field(default_factory=dict)
 
     def outputs(self, values: Mapping[str, Any]) -> list[Any]:
         """Results of the graph, with None for gradients of parameters."""
@@ -102,12 +107,13 @@ class RunEnvironment:
     """State that changes while programs run: values by slot, and bytes moved by each program's latest run.
 
     ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds. ``withheld``: parameters
-    whose gradient nobody asked for: zeros land in its place.
+    whose gradient nobody asked for: zeros land in its place. ``copies``: of the forward that runs, or whose backward.
     """
 
     values: list[Any] = field(default_factory=list)
     accumulated: Set[int] = frozenset()
     withheld: Set[int] = frozenset()
+    copies: SavedCopies | None = None
     moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
 
 
@@ -116,13 +122,14 @@ class BoundAction:
     """An action with the function that does it.
 
     ``update`` stands in for ``work`` where the program is given inputs: those of a step, or of the step that a backward
-    expects. After ``is_sum`` norms can be read.
+    expects. After ``is_sum`` norms can be read. ``move`` stands in for ``work`` where saved values have copies.
     """
 
     launch: PlannedLaunch
     work: Work
     update: Callable[[Any], None] | None = None
     is_sum: bool = False
+    move: Callable[[SavedCopies], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,7 @@ class BoundProgram:
     Attributes:
         launches, works: of its actions; works without inputs.
         sums: labels of the actions after which norms can be read.
+        moves: positions of the actions that move saved values; ``moved``: positions of these in `Plan.saved`.
         without_begins: the same where no update begins before its step; None where none ever does.
     """
 
@@ -141,13 +149,20 @@ class BoundProgram:
     launches: tuple[PlannedLaunch, ...]
     works: tuple[Work, ...]
     sums: tuple[str, ...]
+    moves: tuple[tuple[int, Callable[[SavedCopies], None]], ...] = ()
+    moved: frozenset[int] = frozenset()
     without_begins: BoundProgram | None = None
 
-    def works_with(self, inputs: object) -> Sequence[Work]:
-        """Works of the actions in order; updates take ``inputs`` unless these are None."""
-        if inputs is None:
-            return self.works
-        return [a.work if a.update is None else partial(a.update, inputs) for a in self.actions]
+    def works_with(self, inputs: object, copies: SavedCopies | None = None) -> Sequence[Work]:
+        """Works of the actions in order; updates take ``inputs``, and moves ``copies``, unless these are None."""
+        works: Sequence[Work] = self.works
+        if inputs is not None:
+            works = [a.work if a.update is None else partial(a.update, inputs) for a in self.actions]
+        if copies is not None and self.moves:
+            works = list(works)
+            for position, move in self.moves:
+                works[position] = partial(move, copies)
+        return works
 
     def num_launched(self, events: Mapping[str, Event]) -> int:
         """How many of its actions have been launched, by the events that `Device.launch_all` has kept."""
@@ -162,7 +177,9 @@ class BoundProgram:
             without = BoundProgram.of(shorter, tuple(a for a in actions if a.launch.label in kept))
         launches, works = tuple(a.launch for a in actions), tuple(a.work for a in actions)
         sums = tuple(a.launch.label for a in actions if a.is_sum)
-        return BoundProgram(planned, planned.name, actions, launches, works, sums, without)
+        moves = tuple((i, a.move) for i, a in enumerate(actions) if a.move is not None)
+        moved = frozenset(a.index for a in planned.actions if a.op is Op.RELOAD)
+        return BoundProgram(planned, planned.name, actions, launches, works, sums, moves, moved, without)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +236,12 @@ def running(
     env: RunEnvironment,
     slots: Mapping[str, int],
     sample: Work,
+    saved: Mapping[int, Set[int]],
 ) -> Work:
-    """Run a segment on values of ``env``, by ``slots``, and ``payloads``, by position; then ``sample``."""
+    """Run a segment on values of ``env``, by ``slots``, and ``payloads``, by position; then ``sample``.
+
+    ``saved``: by moved value, the positions of the results in its storages.
+    """
     is_payload = {i for i, _ in payloads}
     taken = [(i, slots[name]) for i, name in enumerate(segment.inputs) if i not in is_payload]
     dying = [slot for i, slot in taken if i in segment.dies]
@@ -241,9 +262,29 @@ def running(
         if len(made) != num_outputs:
             raise PlanError(f"a segment made {len(made)} values instead of {num_outputs}")
         values[first:end] = made
+        if saved and env.copies is not None:
+            for index, positions in saved.items():
+                env.copies.hold(index, made, positions)
         sample()
 
     return work
+
+
+def moving(op: Op, index: int, env: RunEnvironment, program: str) -> Callable[[SavedCopies], None]:
+    """Carry out ``op`` on the copies of a saved value, and count bytes copied for ``program``."""
+    moved = env.moved_nbytes
+    match op:
+        case Op.DISCARD:
+            return lambda copies: copies.discard(index)
+        case Op.ALLOCATE:
+            return lambda copies: copies.allocate(index)
+    key = (program, Stream.D2H if op is Op.OFFLOAD else Stream.H2D)
+
+    def copy(copies: SavedCopies) -> None:
+        nbytes = copies.offload(index) if op is Op.OFFLOAD else copies.reload(index)
+        moved[key] = moved.get(key, 0) + nbytes
+
+    return copy
 
 
 class Landing(NamedTuple):

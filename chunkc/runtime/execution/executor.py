@@ -27,6 +27,7 @@ from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.execution.moment_text import moment_text
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.storage.saved_copies import SavedCopies
 from chunkc.runtime.update.begun import BegunStep
 from chunkc.runtime.update.loss_scale import LossScale, scale_tangents, times
 from chunkc.runtime.update.rules import Hyper
@@ -130,9 +131,9 @@ class Executor:
         digest = digest_lines([*state, str(self._exchange_digests[program.name])])
         return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
 
-    def forward(self, program: BoundProgram, args: list[Any]) -> list[Any]:
-        """Run a forward program on the inputs of the forward graph; empties ``args``."""
-        return self._run_graph(program, "forward", args)
+    def forward(self, program: BoundProgram, args: list[Any], copies: SavedCopies | None = None) -> list[Any]:
+        """Run a forward program on its graph's inputs; empties ``args``; moved values go to ``copies``."""
+        return self._run_graph(program, "forward", args, copies=copies)
 
     def evaluate(self, args: list[Any]) -> list[Any]:
         """Run the evaluate program on the inputs of its graph, and join; empties ``args``."""
@@ -148,10 +149,11 @@ class Executor:
         loss_scale: LossScale | None = None,
         withheld: Set[int] = frozenset(),
         expected: ExpectedInputs | None = None,
+        copies: SavedCopies | None = None,
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 
-        Updates begin where a step with inputs ``expected`` will follow.
+        Updates begin where a step with inputs ``expected`` will follow. Moved values come back from ``copies``.
 
         Gradients of parameters ``accumulated`` are added to those in their chunks; of those ``withheld`` zeros land.
         Under a ``loss_scale`` tangents are multiplied by the scale, and so are the gradients in chunks; those that come
@@ -160,9 +162,9 @@ class Executor:
         self._env.accumulated, self._env.withheld = accumulated, withheld
         begun = self._expect(program, expected)
         if loss_scale is None:
-            return self._run_graph(program, "backward", args, begun)
+            return self._run_graph(program, "backward", args, begun, copies)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
-        outputs, inverse = self._run_graph(program, "backward", args, begun), loss_scale.inverse()
+        outputs, inverse = self._run_graph(program, "backward", args, begun, copies), loss_scale.inverse()
         return [times(g, inverse) if isinstance(g, torch.Tensor) else g for g in outputs]
 
     def _expect(self, program: BoundProgram, inputs: ExpectedInputs | None) -> BegunStep | None:
@@ -252,22 +254,27 @@ class Executor:
             self._events.clear()
 
     def _run_graph(
-        self, program: BoundProgram, graph: GraphKind, args: list[Any], begun: BegunStep | None = None
+        self,
+        program: BoundProgram,
+        graph: GraphKind,
+        args: list[Any],
+        begun: BegunStep | None = None,
+        copies: SavedCopies | None = None,
     ) -> list[Any]:
         env, table = self._env, self._tables[graph]
-        env.values = table.begin(args)
+        env.values, env.copies = table.begin(args), copies
         try:
             self._launch(program, begun)
             return table.end(env.values)
         finally:
-            env.values = []
+            env.values, env.copies = [], None
 
     def _launch(self, program: BoundProgram, inputs: StepInputs | BegunStep | None = None) -> None:
         if program.without_begins is not None and not (isinstance(inputs, BegunStep) and inputs.is_begun):
             program, inputs = program.without_begins, None
         events, device = self._events, self._device
         self._count_from_zero(program.name)
-        works = program.works_with(inputs)
+        works = program.works_with(inputs, self._env.copies)
         try:
             if self._paced_launch is None:
                 device.launch_all(program.launches, works, events)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from chunkc.ir.layout import Layout
 from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.params.shell import Shell
+from chunkc.runtime.storage.saved_copies import CopyPool, SavedCopies
 
 logger = logging.getLogger("chunkc")
 
@@ -74,7 +76,7 @@ class LiveForward:
 
     ``family`` as of its `Executor`; ``call`` numbers the calls of the model; ``backwards`` are those that have run it.
     ``saved`` is what it made for backward only, ``given`` what it gave out, ``handed`` all that backward takes of both
-    and of its inputs.
+    and of its inputs, but for what is away in ``copies``.
     """
 
     family: object
@@ -83,16 +85,22 @@ class LiveForward:
     saved: list[Storage]
     given: list[Storage]
     handed: list[Storage]
+    copies: SavedCopies | None = None
     backwards: set[int] = field(default_factory=set)
 
     def is_alive(self) -> bool:
         """Whether it holds device memory for a backward."""
+        if self.copies is not None and self.copies.is_alive():
+            return True
         if self.saved:
             return any(storage.is_alive() for storage in self.saved)
         return not self.backwards and any(storage.is_alive() for storage in self.given)
 
-    def is_of(self, addresses: Collection[int]) -> bool:
-        """Whether a backward that takes memory at ``addresses`` takes all that this forward has handed to it."""
+    def is_of(self, addresses: Collection[int], storages: Set[int]) -> bool:
+        """Whether a backward that takes ``addresses``, of ``storages``, takes all that was handed to it."""
+        away = set[int]() if self.copies is None else self.copies.storages()
+        if away:
+            return away <= storages
         return bool(self.handed) and all(s.address in addresses and s.is_alive() for s in self.handed)
 
 
@@ -117,6 +125,21 @@ class LiveForwards:
         left = {id(f) for f in gone if f.backwards} | {id(f) for f in gone[:-MAX_REMEMBERED]}
         self._forwards = [f for f in self._forwards if id(f) not in left]
 
+    def keep(self, copies: SavedCopies | None) -> None:
+        """The newest forward has ``copies`` of what it saved; their bytes are none of the device's."""
+        if copies is not None and self._forwards:
+            self._forwards[-1].copies = copies
+            self._forwards[-1].nbytes -= copies.away_nbytes
+
+    @contextmanager
+    def returned(self, forward: LiveForward | None, moved: Set[int]) -> Iterator[SavedCopies | None]:
+        """Within the block the backward of ``forward`` brings ``moved`` back, from the copies given, if any."""
+        if forward is None or forward.copies is None:
+            yield None
+            return
+        with forward.copies.returned(moved):
+            yield forward.copies
+
     def nbytes(self, other_than: LiveForward | None = None) -> int:
         """Bytes that forwards hold, but for one of them."""
         return sum(f.nbytes for f in self._forwards if f is not other_than and f.is_alive())
@@ -126,8 +149,9 @@ class LiveForwards:
         own = [forward for forward in reversed(self._forwards) if forward.family is family]
         if len(own) <= 1:
             return own[0] if own else None
-        addresses = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
-        fitting = [forward for forward in own if forward.is_of(addresses)] or own
+        taken = [value.untyped_storage() for value in args if isinstance(value, torch.Tensor)]
+        addresses, storages = {s.data_ptr() for s in taken}, {s._cdata for s in taken}
+        fitting = [forward for forward in own if forward.is_of(addresses, storages)] or own
         waiting = [forward for forward in fitting if not forward.backwards]
         return next((forward for forward in waiting if forward.is_alive()), (waiting or fitting)[0])
 
@@ -142,6 +166,7 @@ class Accounting:
         held_nbytes: bytes alive before the latest forward from earlier ones, which a reading does not see.
         measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to its backward's end.
         num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
+        copies: host memory for saved values that are away.
     """
 
     def __init__(self, device: Device) -> None:
@@ -151,6 +176,7 @@ class Accounting:
         self.num_evaluations = 0
         self._is_training = False
         self.num_asked_syncs = 0
+        self.copies = CopyPool(device)
         self._device = device
         self._reserved_nbytes = 0
         self._warned_nbytes = 0
@@ -243,13 +269,15 @@ class Accounting:
         """Whether the device has room for a reservation of ``nbytes`` in place of the model's own."""
         return nbytes - self._reserved_nbytes <= self._device.free_device_nbytes()
 
-    def unreserve(self) -> None:
+    def close(self) -> None:
+        """Give the reservation and the copies back."""
+        self.copies.close()
         self._device.unreserve(self._reserved_nbytes)
         self._reserved_nbytes = 0
 
     def others_nbytes(self, layout: Layout | None) -> dict[Tier, int]:
         """Bytes of the device's budgets that other models hold."""
-        device, own_nbytes = self._device, 0 if layout is None else layout.nbytes_in(Tier.HOST)
+        device, own_nbytes = self._device, self.copies.nbytes + (0 if layout is None else layout.nbytes_in(Tier.HOST))
         return {
             Tier.DEVICE: device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes,
             Tier.HOST: device.host_budget_nbytes - device.free_host_nbytes() - own_nbytes,

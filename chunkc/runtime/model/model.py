@@ -46,9 +46,8 @@ from chunkc.runtime.storage.chunk_store import ChunkStore
 class ModelRuntime:
     """The programs of one model over its memory; see the module docstring.
 
-    Args:
-        infos: all parameters by index, in compute dtype; ``params`` are the same and become managed.
-        accumulate: backwards whose gradients one step may take.
+    ``infos``: all parameters by index, in compute dtype; ``params`` are the same and become managed. ``accumulate``:
+    backwards whose gradients one step may take.
 
     Attributes:
         gradients: where they stand; ``gradient_values``: what they are.
@@ -146,16 +145,17 @@ class ModelRuntime:
 
     def forward(self, executor: Executor, args: list[Any], held: Held) -> list[Any]:
         """Run a forward program from wherever the last call left the model; RankError when ranks differ."""
-        program = self.state.forward_program(executor)
+        program, copies = self.state.forward_program(executor), self.accounting.copies.begin(executor.plan)
         executor.agree(Kind.FORWARD, program)
 
         def run() -> list[Any]:
-            outputs = executor.forward(program, args)
+            outputs = executor.forward(program, args, copies)
             storages = Storage.behind(outputs)
             self.accounting.end_forward(self.layout, storages, is_first=is_first)
             if program.planned.entry.phase == "cold":
                 self.state.enter(ModelPhase.SAVED)
             self._count_forward(executor, held, storages)
+            self.live.keep(copies)
             return outputs
 
         with self.state.collective("a forward"), self.state.changing(AtStake.DEVICE):
@@ -241,7 +241,7 @@ class ModelRuntime:
             requested = own if self.ranks.size == 1 else self._agree_on_backward(executor, program, own)
 
         def run() -> list[Any]:
-            outputs = executor.backward(program, args, added_to, scale, graded - own, expected)
+            outputs = executor.backward(program, args, added_to, scale, graded - own, expected, copies)
             self.accounting.end_backward(self.layout)
             is_unreduced = program.planned.exit.phase == "unreduced"
             self.state.enter(ModelPhase.UNREDUCED if is_unreduced else ModelPhase.COLD)
@@ -262,7 +262,8 @@ class ModelRuntime:
             added_to = self.gradients.accumulated
             scale = None if self.clipping.loss_scale is None else self.clipping.own_scale
             expected = self.steps.expect(requested) if program.without_begins and len(self.ran) == 1 else None
-            return self.state.guarded(run)
+            with self.live.returned(forward, program.moved) as copies:
+                return self.state.guarded(run)
 
     def _agree_on_backward(self, executor: Executor, program: BoundProgram, own: frozenset[int]) -> frozenset[int]:
         """Agree on ``program`` and return the parameters whose gradients any rank asks for."""
@@ -394,5 +395,5 @@ class ModelRuntime:
             self.executors.clear()
             self.ranks.close()
             self.parameters.close()
-            self.accounting.unreserve()
+            self.accounting.close()
             self.state.enter(ModelPhase.CLOSED)

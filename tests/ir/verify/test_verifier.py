@@ -9,6 +9,7 @@ import pytest
 from mutations_actions import GRADIENTS, MOVES, STEP
 from mutations_begun import BEGUN
 from mutations_frame import BUDGETS, COLLECTIVES, STRUCTURE
+from mutations_moves import VALUES
 from plans import SPECS, chain, evicting
 from spec import PlanSpec
 
@@ -66,7 +67,7 @@ def test_work_grows_linearly() -> None:
     assert seconds_to_verify(chain(400).build()) < 60 * seconds_to_verify(chain(20).build())
 
 
-MUTATIONS = [*MOVES, *GRADIENTS, *STEP, *BEGUN, *BUDGETS, *COLLECTIVES, *STRUCTURE]
+MUTATIONS = [*MOVES, *GRADIENTS, *STEP, *BEGUN, *VALUES, *BUDGETS, *COLLECTIVES, *STRUCTURE]
 
 
 @pytest.mark.parametrize(("change", "patterns"), [m[1:] for m in MUTATIONS], ids=[m[0] for m in MUTATIONS])

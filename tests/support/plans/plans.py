@@ -5,6 +5,7 @@ from dataclasses import replace
 from spec import CHUNK_NUMEL, PAYLOAD, TRIPLE, PlanSpec, segment, trained
 
 from chunkc.ir.layout import Chunk, ChunkList, Placement
+from chunkc.ir.plan import MovedValue
 from chunkc.ir.tiers import Tier
 
 
@@ -53,6 +54,20 @@ def evicting() -> PlanSpec:
         },
         saved=(("c1", 1), ("c2", 0)),
     )
+
+
+def moving() -> PlanSpec:
+    """As ``evicting``; what fwd.0 makes and fwd.1 reads leaves the device for fwd.2 and bwd.0, and bwd.2 reads it."""
+    spec = (
+        evicting()
+        .insert("forward", 4, "offload a0 @d2h after f3")
+        .insert("forward", 5, "discard a0 @compute after f4")
+        .insert("backward", 3, "allocate a0 @compute")
+        .insert("backward", 8, "reload a0 @h2d after b3")
+        .set("backward", 9, "run bwd.2 @compute after b7 b8")
+    )
+    segments = tuple(replace(s, away_nbytes=300 if s.name in ("fwd.2", "bwd.0") else 0) for s in spec.segments)
+    return spec.but(segments=segments, moves=(MovedValue(0, 300, 0, 1, (2, 3)),))
 
 
 def begun() -> PlanSpec:
@@ -255,6 +270,7 @@ def measured_begun() -> PlanSpec:
 SPECS: dict[str, PlanSpec] = {
     "evicting": evicting(),
     "begun": begun(),
+    "moving": moving(),
     "resident": resident(),
     "spanning": spanning(),
     "streaming": streaming(),

@@ -11,8 +11,8 @@ from typing import Any
 
 from chunkc.ir.actions import Action, parse
 from chunkc.ir.layout import Chunk, ChunkList, Group, Layout, Placement, Slot
-from chunkc.ir.plan import ROLE_LETTER, Memory, Phase, Plan, Program, Role, Segment, StageRecord, State
-from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.plan import ROLE_LETTER, Memory, MovedValue, Phase, Plan, Program, Role, Segment, StageRecord, State
+from chunkc.ir.schedule import ParamInfo, SavedValue
 from chunkc.ir.tiers import Tier
 
 CHUNK_NUMEL = 64
@@ -57,6 +57,7 @@ class PlanSpec:
     arena_nbytes: int | None = None
     device_budget: int | None = None
     host_budget: int = 1 << 20
+    moves: tuple[MovedValue, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
 
     def layout(self) -> Layout:
@@ -105,11 +106,17 @@ class PlanSpec:
         peak = max(self.segments, key=lambda s: s.nonmodel_nbytes)
         budget = layout.arena_nbytes + peak.nonmodel_nbytes if self.device_budget is None else self.device_budget
         memory = Memory(
-            budget, self.host_budget, layout.arena_nbytes, peak.nonmodel_nbytes, peak.name, layout.nbytes_in(Tier.HOST)
+            budget,
+            self.host_budget,
+            layout.arena_nbytes,
+            peak.nonmodel_nbytes,
+            peak.name,
+            layout.nbytes_in(Tier.HOST) + sum(v.nbytes for v in self.moves),
         )
         stages = (StageRecord("hand", 0.5, "written by hand"),)
-        plan = Plan("Toy", "emulated-1m-1m", "0" * 12, layout, self.segments, programs, memory, stages)
-        return replace(plan, **self.changes)
+        plan = Plan("Toy", "emulated-1m-1m", "0" * 12, layout, self.segments, programs, memory, self.moves, stages)
+        values = {v.index: SavedValue(v.target, "", v.nbytes, v.made_by, v.read_by, v.used_until) for v in self.moves}
+        return replace(plan, **{"saved": tuple(values.values()), **self.changes})
 
     # --- edits --------------------------------------------------------------------------------------------------
     def but(self, **fields: Any) -> PlanSpec:

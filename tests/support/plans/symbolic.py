@@ -91,6 +91,7 @@ class Lowered:
         self.unreduced: dict[int, set[int]] = {}
         self.side = {c.index: 0 for c in self.layout.chunks if c.has_second_home}
         self.begun: set[int] = set()
+        self.forward = -1
         for instance, letter in enumerate(sequence):
             program = self.plan.program(*PROGRAMS[letter])
             if letter in "BPSR":
@@ -171,6 +172,12 @@ class Lowered:
             return self._lower_run(action, instance)
         if op in LANDINGS:
             return self._lower_stash(action)
+        if op in (Op.OFFLOAD, Op.DISCARD, Op.ALLOCATE, Op.RELOAD):
+            value, copy = ("value", action.index), ("copy", action.index)
+            if op in (Op.DISCARD, Op.ALLOCATE):
+                return [], [value], lambda inputs: [GARBAGE]
+            source, target = (value, copy) if op is Op.OFFLOAD else (copy, value)
+            return [source], [target], lambda inputs: inputs
         return self._lower_step(action)
 
     def _lower_collective(self, action: Action, instance: int) -> Effect:
@@ -230,16 +237,26 @@ class Lowered:
         pieces = [(p, c) for p in segment.reads for c in self.layout.placements[p].chunks]
         places = [self._slot(f"c{c}") for _, c in pieces]
         wanted = self.expected.results[instance][segment.index]
+        made = [v.index for v in self.plan.moves if v.is_made_in(segment)]
+        used = [v.index for v in self.plan.moves if v.is_used_in(segment) and v.index not in made]
+        self.forward = instance if segment.graph == "forward" else self.forward
+        saved = {index: terms("saved", index, self.forward) for index in (*made, *used)}
 
         def run(inputs: list[Content]) -> list[Content]:
+            values, inputs = inputs[len(inputs) - len(used) :], inputs[: len(inputs) - len(used)]
+            for index, value in zip(used, values, strict=True):
+                if value != (saved[index],):
+                    self.wrong.append(f"{instance}: `{action}` reads another a{index} than was made")
             read = [self.model.piece(held, p, c) for (p, c), held in zip(pieces, inputs[1:], strict=True)]
             first = segment.graph == "forward" and segment.index == 0
             result = terms("run", segment.name, terms("input", instance) if first else inputs[0][0], *read)
             if result != wanted:
                 self.wrong.append(f"{instance}: `{action}` computes another result than the reference")
-            return [(result,), (result,)]
+            return [(result,), (result,), *((saved[index],) for index in made)]
 
-        return [("activation", 0), *places], [("activation", 0), ("result", self.plan.segments.index(segment))], run
+        written: list[Location] = [("activation", 0), ("result", self.plan.segments.index(segment))]
+        read_places: list[Location] = [("activation", 0), *places, *(("value", index) for index in used)]
+        return read_places, written + [("value", index) for index in made], run
 
     def _lower_stash(self, action: Action) -> Effect:
         segment = self.plan.segment(action.source or "")

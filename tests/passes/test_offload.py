@@ -1,0 +1,215 @@
+"""Saved values that move: what is chosen, when it goes and comes, and that plans keep their budgets."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedules import param, planned, planned_somewhere, target
+
+from chunkc.cost.rates import CostRates, cost_rates
+from chunkc.errors import BudgetError
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Op
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
+from chunkc.ir.tiers import Tier
+from chunkc.ir.verify import verify
+from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan, make_plan
+from chunkc.passes.support.moved_values import choose_moves, movable, piece_starts
+
+
+def layered(sizes: list[list[int]], numel: int = 64, *, named: bool = True) -> Schedule:
+    """Layers of one parameter, which save values of ``sizes``; the first of each layer is read by the next one too.
+
+    Bytes alive are those of the saved values alone.
+    """
+    params = [param(f"layers.{i}.weight", numel) for i in range(len(sizes))]
+    spans: list[tuple[int, int, int, int]] = []  # maker, bytes, last forward reader, backward reader
+    num_forward = sum(map(len, sizes))
+    starts = [sum(map(len, sizes[:i])) for i in range(len(sizes))]
+    for layer, values in enumerate(sizes):
+        for offset, nbytes in enumerate(values):
+            made_by = starts[layer] + offset
+            following = starts[layer + 1] if layer + 1 < len(sizes) and offset == 0 else made_by
+            spans.append((made_by, nbytes, following, num_forward - 1 - made_by))
+    forward, backward = [], []
+    for layer, values in enumerate(sizes):
+        for offset, nbytes in enumerate(values):
+            made_by, _, used_until, read_by = spans[starts[layer] + offset]
+            live = sum(n for maker, n, *_ in spans if maker <= made_by)
+            name = f"layers.{layer}" if named else ""
+            operator = Operator(f"op{made_by}", "aten.mm.default", (layer,), (), 8, 8, live, live, 0, name)
+            forward.append(replace(operator, saved_nbytes=nbytes, read_by=(read_by, read_by), used_until=used_until))
+    for position in range(num_forward):
+        live = sum(n for *_, n, _, reader in [(m, n, u, r) for m, n, u, r in spans] if reader >= position)
+        made_by = num_forward - 1 - position
+        layer = max(i for i, start in enumerate(starts) if start <= made_by)
+        grads = (layer,) if made_by == starts[layer] else ()
+        after = live - spans[made_by][1]
+        backward.append(Operator(f"b{position}", "aten.mm.default", (layer,), grads, 8, 8, live, after, 0))
+    return Schedule(tuple(params), GraphSchedule("forward", tuple(forward)), GraphSchedule("backward", tuple(backward)))
+
+
+def away_by_replay(plan: Plan) -> dict[str, int]:
+    """Bytes of moved values that are not on the device, by segment, as the actions say."""
+    sizes, away, found = {v.target: v.nbytes for v in plan.moves}, 0, {}
+    for program in plan.iteration():
+        for action in program.actions:
+            if action.op is Op.DISCARD:
+                away += sizes[action.target]
+            elif action.op is Op.ALLOCATE:
+                away -= sizes[action.target]
+            elif action.op is Op.RUN:
+                found[action.target] = away
+    return found
+
+
+LAYERS = [[4096, 1024, 2048] for _ in range(8)]
+
+
+def test_without_a_wish_nothing_moves() -> None:
+    assert choose_moves(layered(LAYERS), PlanOptions()) == ()
+    assert planned(layered(LAYERS), target()).plan.moves == ()
+
+
+def test_pieces_are_layers_or_parts_of_equal_bytes() -> None:
+    assert piece_starts(layered(LAYERS)) == [0, 3, 6, 9, 12, 15, 18, 21]
+    assert piece_starts(layered(LAYERS, named=False)) == [0, 3, 6, 9, 12, 15, 18, 21]
+    uneven = layered([[10_000], [1, 1, 1], [10_000]], named=False)
+    assert piece_starts(uneven)[0] == 0 and len(piece_starts(uneven)) >= 2
+
+
+def test_a_value_belongs_to_the_piece_that_uses_it_last_and_small_ones_stay() -> None:
+    pieces = movable(layered([[4096, 1], [4096, 2048], [4096, 2048]]))
+    assert {piece: [v.index for v in values] for piece, values in pieces.items()} == {1: [0, 3], 2: [2, 4, 5]}
+
+
+def test_what_others_hold_stays() -> None:
+    schedule = layered(LAYERS)
+    held = tuple(replace(op, used_until=None) if i == 4 else op for i, op in enumerate(schedule.forward.operators))
+    schedule = replace(schedule, forward=replace(schedule.forward, operators=held))
+    moves = choose_moves(schedule, PlanOptions(moved_share=1.0))
+    assert moves and all(move.value.index != 4 for move in moves)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_values_go_one_piece_later_and_come_one_piece_earlier(share: float) -> None:
+    schedule = layered(LAYERS)
+    moves = choose_moves(schedule, PlanOptions(moved_share=share))
+    groups = sorted({(m.offload_at, m.discard_at, m.allocate_at) for m in moves})
+    assert len(groups) == round(share * 6)
+    for (offload, discard, allocate), following in pairwise(groups):
+        assert offload < discard == following[0]
+        own = [m.value for m in moves if m.offload_at == offload]
+        ahead = [m.value for m in moves if m.offload_at == following[0]]
+        assert allocate == min(v.read_by[0] for v in ahead) < min(v.read_by[0] for v in own)
+    last = groups[-1]
+    assert last[0] < last[1] <= len(schedule.forward.operators) and last[2] > 0
+
+
+def test_moving_takes_less_of_the_device_and_more_of_the_host() -> None:
+    schedule = layered(LAYERS)
+    kept, moved = (planned(schedule, target(), PlanOptions(moved_share=s)).plan for s in (0.0, 1.0))
+    saved_nbytes = sum(v.nbytes for v in kept.saved)
+    assert kept.memory.nonmodel_nbytes == saved_nbytes
+    assert moved.memory.nonmodel_nbytes < saved_nbytes / 2
+    assert moved.memory.host_nbytes == kept.memory.host_nbytes + moved.copies_nbytes
+    assert moved.moved_nbytes() == 0 and moved.copies_nbytes > saved_nbytes / 2
+    ops = [a.op for p in moved.iteration() for a in p.actions]
+    assert [ops.count(op) for op in (Op.OFFLOAD, Op.DISCARD, Op.ALLOCATE, Op.RELOAD)] == [len(moved.moves)] * 4
+
+
+def test_equal_layers_move_alike() -> None:
+    moves = choose_moves(layered(LAYERS), PlanOptions(moved_share=1.0))
+    inner = [sorted(m.value.index % 3 for m in moves if m.offload_at == at) for at in (6, 9, 12, 15)]
+    assert inner == [[0, 1, 2]] * 4
+
+
+def test_copies_are_part_of_the_host_budget() -> None:
+    schedule, options = layered(LAYERS), PlanOptions(moved_share=1.0)
+    copies_nbytes = planned(schedule, target(), options).plan.copies_nbytes
+    assert planned(schedule, target(host=copies_nbytes), options).plan.memory.host_nbytes == copies_nbytes
+    with pytest.raises(BudgetError) as refused:
+        planned(schedule, target(host=copies_nbytes - 1), options)
+    assert refused.value.min_host_nbytes >= copies_nbytes
+    planned_somewhere(schedule, target(host=copies_nbytes - 1), options)
+
+
+def test_another_shape_finds_room_for_its_copies_or_is_refused() -> None:
+    """The second shape saves twice as much as the first, whose layout is kept."""
+    small, large = layered(LAYERS), layered([[2 * n for n in sizes] for sizes in LAYERS])
+    options = PlanOptions(moved_share=1.0)
+    layout = planned(small, target(), options).plan.layout
+    copies_nbytes = make_plan(large, target(), options, layout=layout).plan.copies_nbytes
+    enough = copies_nbytes + layout.nbytes_in(Tier.HOST)
+    plan = make_plan(large, target(host=enough), options, layout=layout).plan
+    verify(plan)
+    with pytest.raises(BudgetError, match=f"another shape .* moves {copies_nbytes} bytes") as refused:
+        make_plan(large, target(host=enough - 1), options, layout=layout)
+    assert (refused.value.missing_nbytes, refused.value.min_host_nbytes) == (1, enough)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_plans_of_all_kinds_move(world_size: int, accumulate: int) -> None:
+    schedule = layered(LAYERS)
+    options = PlanOptions(moved_share=0.5, accumulate=accumulate)
+    for device in (1 << 40, 30_000):
+        result = planned_somewhere(schedule, target(device=device, world_size=world_size), options).plan
+        assert result.moves and away_by_replay(result).items() >= {
+            (s.name, s.away_nbytes) for s in result.segments if s.away_nbytes
+        }
+
+
+@given(data=st.data())
+def test_random_choices_keep_budgets_and_readers(data: st.DataObject) -> None:
+    """The verifier has checked the plan; bytes are replayed from the actions and the values alone."""
+    sizes = st.lists(st.integers(0, 5000), min_size=1, max_size=3)
+    schedule = layered(data.draw(st.lists(sizes, min_size=1, max_size=6)), named=data.draw(st.booleans()))
+    candidates = [v.index for values in movable(schedule).values() for v in values]
+    chosen = data.draw(st.lists(st.sampled_from(candidates), unique=True)) if candidates else []
+    options = PlanOptions(fixed_moves=tuple(chosen)) if chosen else PlanOptions(moved_share=data.draw(st.floats(0, 1)))
+    where = target(device=data.draw(st.integers(1, 40_000)), world_size=data.draw(st.sampled_from([1, 2])))
+    plan = planned_somewhere(schedule, where, options).plan
+    if chosen:
+        assert {v.index for v in plan.moves} == set(chosen)
+    away = away_by_replay(plan)
+    for segment in plan.segments:
+        operators = schedule.graphs[segment.graph == "backward"].operators[segment.first_op : segment.end_op]
+        alive = max(op.live_nbytes for op in operators) - away[segment.name]
+        assert alive <= segment.nonmodel_nbytes
+        assert plan.memory.arena_nbytes + segment.nonmodel_nbytes <= plan.memory.budgets[Tier.DEVICE]
+
+
+def rates() -> CostRates:
+    return cost_rates(Hardware.parse("v100-240g"))
+
+
+def test_what_does_not_fit_moves_where_that_is_left_open() -> None:
+    """With rates the least share that fits is taken; who asked for another choice is told."""
+    schedule = layered(LAYERS)
+    tight = target(device=28_000)
+    with pytest.raises(BudgetError, match="It works with"):
+        make_fitting_plan(schedule, tight)
+    fitting = make_fitting_plan(schedule, replace(tight, rates=rates()))
+    assert 0.0 < fitting.moved_share and fitting.plan.moves
+    with pytest.raises(BudgetError, match="With activations='offload' it fits"):
+        make_fitting_plan(schedule, tight, PlanOptions(activations="keep"))
+    with pytest.raises(BudgetError) as refused:
+        make_fitting_plan(schedule, replace(tight, rates=rates()).with_budget(Tier.HOST, 1000))
+    assert "offload" not in str(refused.value)
+
+
+def test_the_search_moves_what_gains_time() -> None:
+    """Saved values that crowd payloads out of the device are moved where links are idle, and stay where they fit."""
+    schedule = layered([[4 << 20] * 3 for _ in range(8)], numel=1 << 20)
+    crowded = replace(target(device=80 << 20), rates=rates())
+    found = make_fastest_plan(schedule, crowded)
+    tried = {c.options.moved_share: c.step_ms for c in found.candidates}
+    assert len(tried) > 1, "shares were tried"
+    best = min(tried.values())
+    assert tried[found.moved_share] <= best * 1.01
+    roomy = make_fastest_plan(schedule, replace(target(), rates=rates()))
+    assert roomy.moved_share == 0.0 and not roomy.plan.moves
