@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.15.0
-COMPAT := .venv-compat-$(TORCH)
+COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 DEMO_ARGS ?= --compare 10
 TEST_ARGS ?=
 # Tests of one file share what they capture, so a file stays with one process, in the order of the files: sorted by how
@@ -24,7 +24,7 @@ help:
 	@echo 'make architectures              train every architecture against plain PyTorch, write docs/architectures.md'
 	@echo 'make lint                       ruff, ruff format and strict mypy'
 	@echo 'make soak                       the tests with full counts of seeds, kills and loads'
-	@echo 'make test-compat TORCH=2.15.0   the tests with another torch, in an environment of its own'
+	@echo 'make test-compat TORCH=2.15.0   the tests with another torch or PYTHON=python3.13, in an environment of its own'
 	@echo 'make venv                       only the environment, $(VENV)'
 
 venv: $(VENV)/.stamp
