@@ -20,11 +20,12 @@ from chunkc.errors import ChunkcError
 from chunkc.files import save_bytes
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
-from chunkc.report.colours import DARK, KIND_COLOURS, WORK_COLOURS
+from chunkc.report.colours import BUDGET, DARK, KIND_COLOURS, WORK_COLOURS
 from chunkc.report.columns import shorten
-from chunkc.report.frame import Bar, Frame, Work, frame_of
-from chunkc.report.lanes import Array, Lane, lane_of, thinned
+from chunkc.report.frame import LANE_NAMES, Bar, Frame, Work, frame_of
+from chunkc.report.lanes import Array, Block, Lane, lane_of, thinned
 from chunkc.report.memory_curve import Kind, memory_curve
+from chunkc.report.timeline import MEANINGS
 from chunkc.report.units import percent, plural, replicas_of, unit_for
 
 SIZE: Final = (1920, 1080)
@@ -142,7 +143,7 @@ class _Drawing:
         axes.step(edges, _closed(base), where="post", color="#46545F", linewidth=0.7)
         budget = curve.budget_nbytes / unit.nbytes
         label = f"budget {unit.named(curve.budget_nbytes)}"
-        line = axes.axhline(budget, color="#B00020", linewidth=1.6, linestyle=(0, (6, 3)), label=label)
+        line = axes.axhline(budget, color=BUDGET, linewidth=1.6, linestyle=(0, (6, 3)), label=label)
         axes.set_ylim(0, 1.06 * max(budget, curve.peak_nbytes / unit.nbytes))
         axes.set_ylabel(f"device memory, {unit.name}", fontsize=11, color=_INK)
         _plain(axes, grid="y")
@@ -160,10 +161,10 @@ class _Drawing:
         axes.tick_params(axis="y", length=0, labelsize=10, colors=_INK)
         patch = importlib.import_module("matplotlib.patches").Patch
         used = {bar.work for bar in self.frame.bars if bar.duration > 0}
-        handles = [patch(facecolor=WORK_COLOURS[work], label=_legend_name(work)) for work in Work if work in used]
+        handles = [patch(facecolor=WORK_COLOURS[work], label=work_name(work)) for work in Work if work in used]
         if self.frame.waits:
             handles.append(
-                patch(facecolor="white", edgecolor=_HATCH, hatch="/////", label="compute waits", linewidth=0.4)
+                patch(facecolor="white", edgecolor=_HATCH, hatch="/////", label="device waits", linewidth=0.4)
             )
         is_merged = any(lane.shares for lane in lanes)
         self._legend(axes, handles, f"actions{_MERGED if is_merged else ''}")
@@ -195,17 +196,35 @@ class _Drawing:
             base = above
 
     def _names(self, axes: Any, lane: Lane, row: int) -> None:
-        """Write what a bar acts on inside it, where there is room."""
-        for block in lane.blocks:
-            name = "" if block.bar is None else _target(block.bar)
-            if name and block.width / self.letter_unit >= 8.0 * len(name) + 8.0:
-                colour = "white" if block.work in DARK else _INK
-                style = {"fontsize": 8, "color": colour, "ha": "center", "va": "center", "zorder": 3}
-                axes.text((block.start + block.end) / 2, row, name, **style)
+        """Write what a bar acts on inside it, where there is room, and how many segments a phase without names has."""
+        named = [block for block in lane.blocks if block.bar is not None and self._name(axes, block.bar, block, row)]
+        if lane.stream is not Stream.COMPUTE:
+            return
+        for phase in self.frame.phases:
+            if any(phase.start <= block.start < phase.end for block in named):
+                continue
+            inside = [bar for bar in self.frame.lane(lane.stream) if phase.start <= bar.start < phase.end]
+            segments = [bar for bar in inside if bar.work in (Work.FORWARD, Work.BACKWARD)]
+            text = plural(len(segments), "segment")
+            if segments and (phase.end - phase.start) / self.letter_unit >= 8.0 * len(text) + 16.0:
+                self._write(axes, text, (phase.start + phase.end) / 2, row, segments[0].work)
+
+    def _name(self, axes: Any, bar: Bar, block: Block, row: int) -> bool:
+        """Write the longest name of ``bar`` that fits its block; whether one does."""
+        target = _target(bar)
+        for name in (target, target.rpartition(".")[2]):
+            if block.width / self.letter_unit >= 8.0 * len(name) + 4.0:
+                self._write(axes, name, (block.start + block.end) / 2, row, block.work)
+                return True
+        return False
+
+    def _write(self, axes: Any, text: str, middle: float, row: int, work: Work) -> None:
+        colour = "white" if work in DARK else _INK
+        axes.text(middle, row, text, fontsize=8, color=colour, ha="center", va="center", zorder=3)
 
     def _lane_name(self, lane: Lane) -> str:
         load = f"{percent(lane.busy, self.frame.period)} busy" if self.frame.in_ms else plural(lane.num_bars, "action")
-        return f"{lane.stream}\n{load}"
+        return f"{LANE_NAMES[lane.stream]}\n{load}"
 
     # --- around -----------------------------------------------------------------------------------------------------
     def _phases(self, strip: Any, panels: Sequence[Any]) -> None:
@@ -267,7 +286,7 @@ def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
         speed = timeline.tokens_per_s
         if speed:
             yield f"{speed:,.0f} tokens/s" if speed >= 1e3 else f"{speed:.4g} tokens/s"
-        yield f"bound by {timeline.bound}"
+        yield f"bound by {MEANINGS[timeline.bound]}"
     unit = unit_for(plan.memory.device_peak_nbytes)
     yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
     if plan.layout.world_size > 1:
@@ -301,7 +320,8 @@ def _duration(milliseconds: float, period_ms: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 1e3 else f"{value:.3g} {unit}"
 
 
-def _legend_name(work: Work) -> str:
+def work_name(work: Work) -> str:
+    """A kind of work as legends name it."""
     return {
         Work.PARAMETERS: "parameters to device",
         Work.GRADIENTS: "gradients copied",
