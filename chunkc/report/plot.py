@@ -23,7 +23,7 @@ from chunkc.ir.plan import Plan
 from chunkc.report.colours import BUDGET, DARK, KIND_COLOURS, WORK_COLOURS
 from chunkc.report.columns import shorten
 from chunkc.report.frame import LANE_NAMES, Bar, Frame, Work, frame_of
-from chunkc.report.lanes import Array, Block, Lane, lane_of, thinned
+from chunkc.report.lanes import Array, Block, Lane, lane_of, thinned, without_seams
 from chunkc.report.memory_curve import Kind, memory_curve
 from chunkc.report.timeline import MEANINGS
 from chunkc.report.units import percent, plural, replicas_of, unit_for
@@ -136,9 +136,9 @@ class _Drawing:
         handles = []
         for kind, values in nbytes.items():
             above = base + values / unit.nbytes
-            hatch = {"hatch": "....", "edgecolor": "#DADADA", "linewidth": 0.0} if kind is Kind.UNUSED else {}
-            style = {"facecolor": KIND_COLOURS[kind], "linewidth": 0.0, "label": str(kind), **hatch}
-            handles.append(axes.fill_between(edges, _closed(base), _closed(above), step="post", **style))
+            hatch = {"hatch": "....", "edgecolor": "#DADADA"} if kind is Kind.UNUSED else {}
+            style = {"facecolor": KIND_COLOURS[kind], "linewidth": 0.0, "antialiased": False, "label": str(kind)}
+            handles.append(axes.fill_between(edges, _closed(base), _closed(above), step="post", **style, **hatch))
             base = above
         axes.step(edges, _closed(base), where="post", color="#46545F", linewidth=0.7)
         budget = curve.budget_nbytes / unit.nbytes
@@ -171,13 +171,14 @@ class _Drawing:
 
     def _lane(self, axes: Any, lane: Lane, row: int) -> None:
         low = row - _BAR_HEIGHT / 2
-        least = _EDGED_COLUMNS * self.frame.period / self.num_columns
+        column = self.frame.period / self.num_columns
+        least = _EDGED_COLUMNS * column if lane.is_counted else self.frame.period
         spans: dict[tuple[Work, bool], list[tuple[float, float]]] = {}
         axes.axhspan(low, low + _BAR_HEIGHT, color="#F6F6F6", linewidth=0, zorder=0.5)
         if lane.stream is Stream.COMPUTE and self.frame.waits:  # under the bars, so it shows where there are none
             style = {"facecolor": "white", "edgecolor": _HATCH, "hatch": "/////", "linewidth": 0.0}
             axes.broken_barh([(0.0, self.frame.period)], (low, _BAR_HEIGHT), zorder=0.8, **style)
-        for block in lane.blocks:
+        for block in without_seams(lane.blocks, column):
             spans.setdefault((block.work, block.width >= least), []).append((block.start, block.width))
         for (work, is_wide), extents in spans.items():
             style = {"facecolor": WORK_COLOURS[work], "edgecolor": "white", "linewidth": 0.6 if is_wide else 0.0}
@@ -191,13 +192,16 @@ class _Drawing:
         base = np.full(self.num_columns, low)
         for work, shares in lane.shares.items():
             above = base + _BAR_HEIGHT * shares
-            style = {"facecolor": WORK_COLOURS[work], "linewidth": 0.0, "zorder": 2}
+            style = {"facecolor": WORK_COLOURS[work], "linewidth": 0.0, "antialiased": False, "zorder": 2}
             axes.fill_between(edges, _closed(base), _closed(above), step="post", **style)
             base = above
 
     def _names(self, axes: Any, lane: Lane, row: int) -> None:
-        """Write what a bar acts on inside it, where there is room, and how many segments a phase without names has."""
-        named = [block for block in lane.blocks if block.bar is not None and self._name(axes, block.bar, block, row)]
+        """Write what a bar acts on inside it, where there is room, or how many segments a phase has.
+
+        A number stands alone only where all bars of the lane are drawn one by one, so that the others can be counted.
+        """
+        named = [block for block in lane.blocks if self._name(axes, block, row, lane.is_counted)]
         if lane.stream is not Stream.COMPUTE:
             return
         for phase in self.frame.phases:
@@ -209,11 +213,11 @@ class _Drawing:
             if segments and (phase.end - phase.start) / self.letter_unit >= 8.0 * len(text) + 16.0:
                 self._write(axes, text, (phase.start + phase.end) / 2, row, segments[0].work)
 
-    def _name(self, axes: Any, bar: Bar, block: Block, row: int) -> bool:
-        """Write the longest name of ``bar`` that fits its block; whether one does."""
-        target = _target(bar)
-        for name in (target, target.rpartition(".")[2]):
-            if block.width / self.letter_unit >= 8.0 * len(name) + 4.0:
+    def _name(self, axes: Any, block: Block, row: int, is_counted: bool) -> bool:
+        """Write the longest name of a block's bar that fits it; whether one does."""
+        target = "" if block.bar is None else _target(block.bar)
+        for name in (target, target.rpartition(".")[2] if is_counted else ""):
+            if name and block.width / self.letter_unit >= 8.0 * len(name) + 4.0:
                 self._write(axes, name, (block.start + block.end) / 2, row, block.work)
                 return True
         return False
