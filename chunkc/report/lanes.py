@@ -113,10 +113,10 @@ def without_seams(blocks: Sequence[Block], column: float) -> list[Block]:
         for before, (start, end), after in zip(bounds, bounds[1:], bounds[2:], strict=False)
     ]
     shown = [b for b, is_alone in zip(blocks, alone, strict=True) if is_alone or b.width >= column / 2]
-    following = [block.start for block in shown[1:]] + [math.inf]
+    following = [*(block.start for block in shown[1:]), math.inf]
     return [
         replace(block, end=start) if 0 < start - block.end < column else block
-        for block, start in zip(shown, following, strict=True)
+        for block, start in zip(shown, following, strict=False)
     ]
 
 
