@@ -1,4 +1,4 @@
-"""Every name that the package offers, as type checkers see them; `chunkc` imports each when it is asked for."""
+"""Every name that the package offers, as type checkers see them; `chunkc` imports each when used."""
 
 from __future__ import annotations
 
