@@ -1,4 +1,4 @@
-"""One self-contained page about a plan: timeline to zoom into, numbers, stalls, full text, trace for Perfetto.
+"""One self-contained page about a plan: timeline to zoom into, numbers, stalls, text, trace.
 
 The page refers to no other resource, and tells the browser to load none. Its text stands in the page as text, so it can
 be searched without scripts; scripts add the filter and the timeline. Only a click opens Perfetto's site and hands over
