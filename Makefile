@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.15.0
-COMPAT := .venv-compat-$(TORCH)
+COMPAT := .venv-compat-$(TORCH)-$(notdir $(PYTHON))
 # Triton 3.6, that of torch 2.11, cannot interpret a loop whose bound is an array of numpy 2.4.
 COMPAT_SED := $(if $(filter 2.11.%,$(TORCH)),-e 's/^numpy==.*/numpy==2.3.5/')
 DEMO_ARGS ?= --compare 10
@@ -27,7 +27,7 @@ help:
 	@echo 'make lint                       ruff, ruff format and strict mypy'
 	@echo 'make docs                       the documentation site, in site/, strictly: a warning is an error'
 	@echo 'make soak                       the tests with full counts of seeds, kills and loads'
-	@echo 'make test-compat TORCH=2.15.0   the tests with another torch, in an environment of its own'
+	@echo 'make test-compat TORCH=2.15.0   the tests with another torch or PYTHON=python3.13, in an environment of its own'
 	@echo 'make venv                       only the environment, $(VENV)'
 
 venv: $(VENV)/.stamp

@@ -1,4 +1,4 @@
-"""Every name that the package offers; importing this module imports torch."""
+"""Every name that the package offers, as type checkers see them; `chunkc` imports each when used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chunkc.errors import PlanError as PlanError
 from chunkc.errors import PlanNotReadyError as PlanNotReadyError
 from chunkc.errors import RankError as RankError
 from chunkc.errors import ShapeLimitError as ShapeLimitError
-from chunkc.graceful_exit import graceful_exit as graceful_exit
+from chunkc.exit_signals import graceful_exit as graceful_exit
 from chunkc.hardware import Hardware as Hardware
 from chunkc.observability import metrics as metrics
 from chunkc.observability import record_timeline as record_timeline

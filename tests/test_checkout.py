@@ -1,4 +1,4 @@
-"""A checkout's root and any other folder import the package after a plain install, each file of which is there once."""
+"""A checkout's root imports the package, and any folder does once its source distribution is installed."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkout")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root)
     return root
 
@@ -40,8 +40,12 @@ def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("installed")
     source = target.with_name("source")
     shutil.copytree(checkout, source)  # a build leaves files behind
+    program = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+    command = [sys.executable, "-c", program, str(source.parent)]
+    built = subprocess.run(command, cwd=source, check=True, timeout=300, capture_output=True, text=True)
+    archive = source.parent / built.stdout.splitlines()[-1]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    command += ["--no-compile", "--disable-pip-version-check", "--target", str(target), str(source)]
+    command += ["--no-compile", "--disable-pip-version-check", "--target", str(target), str(archive)]
     subprocess.run(command, check=True, timeout=300)
     return target
 

@@ -50,10 +50,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "scenarios": MIDDLE | {"compiler", "passes", "report", "scenarios.models"},
     "scenarios.models": BOTTOM,
     "calibrate": MIDDLE | {"compiler", "report"},
-    "graceful_exit": {"errors"},
+    "exit_signals": {"errors"},
     "api": UPPER,
     "observability": UPPER | {"api"},
-    "_public": UPPER | {"api", "graceful_exit", "observability"},
+    "_public": UPPER | {"api", "exit_signals", "observability"},
     "": {"_checkout", "_public"},  # chunkc/__init__.py
     "cli": UPPER | {"api", "", "calibrate"},
     "__main__": {"cli"},

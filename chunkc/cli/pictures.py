@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pictures.add_argument(
         "--html",
-        type=_page_path,
+        type=output_path,
         metavar="out.html",
-        help="one page with the picture, a timeline to zoom, and all text",
+        help="one page with a timeline to zoom, all text, and the trace for Perfetto",
     )
     pictures.add_argument("--trace", type=output_path, metavar="out.json", help="write every action, for Perfetto")
 
@@ -57,10 +57,6 @@ def _picture_path(text: str) -> str:
     """Refused before anything is planned, since planning takes a while."""
     if Path(text).suffix.lower() not in SUFFIXES:
         raise argparse.ArgumentTypeError(f"{text!r} does not end in {', '.join(SUFFIXES)}")
-    return _page_path(text)
-
-
-def _page_path(text: str) -> str:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(MISSING)
     return output_path(text)

@@ -32,3 +32,5 @@ WORK_COLOURS: Final = {
 }
 DARK: Final = frozenset({Work.FORWARD, Work.REDUCE, Work.UPDATE, Work.OTHER, Work.GRADIENTS})
 """Colours on which text is white."""
+BUDGET: Final = "#B00020"
+"""Of the line of the device's budget."""

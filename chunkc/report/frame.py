@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
+from typing import Final
 
 from chunkc.cost.timeline import Timeline
 from chunkc.errors import ChunkcError
@@ -51,6 +52,16 @@ _OF_OP = {
     Op.BEGIN: Work.UPDATE,
     Op.UPDATE: Work.UPDATE,
 }
+
+
+LANE_NAMES: Final = {
+    Stream.COMPUTE: "device",
+    Stream.H2D: "host to device",
+    Stream.D2H: "device to host",
+    Stream.COMM: "between ranks",
+    Stream.CPU: "host",
+}
+"""Streams as pictures name them; the text of an action has their short names."""
 
 
 @dataclass(frozen=True, slots=True)

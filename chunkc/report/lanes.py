@@ -7,8 +7,9 @@ way, averaged over neighbouring columns, since bars nearly as wide as a column w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -59,6 +60,11 @@ class Lane:
     busy: float
     num_bars: int
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether every bar is a block of its own, so that who looks can count them."""
+        return not self.shares and all(block.bar is not None for block in self.blocks)
+
 
 def lane_of(frame: Frame, stream: Stream, num_columns: int, min_columns: float) -> Lane:
     """The lane of ``stream``; blocks of ``min_columns`` columns and more are always drawn."""
@@ -93,6 +99,25 @@ def _blocks(frame: Frame, stream: Stream, least: float, touching: float) -> Iter
         last = Block(start, end, bar.work, bar)
     if last is not None:
         yield last
+
+
+def without_seams(blocks: Sequence[Block], column: float) -> list[Block]:
+    """``blocks``, by start, as pixels can show them.
+
+    A gap narrower than ``column`` belongs to the block before it. Blocks narrower than half a column are left out where another is that near: between two wide ones they would be a
+    line where the pixels' edges happen to fall, and none elsewhere.
+    """
+    bounds = [(-math.inf, -math.inf), *((block.start, block.end) for block in blocks), (math.inf, math.inf)]
+    alone = [
+        start - before[1] >= column and after[0] - end >= column
+        for before, (start, end), after in zip(bounds, bounds[1:], bounds[2:], strict=False)
+    ]
+    shown = [b for b, is_alone in zip(blocks, alone, strict=True) if is_alone or b.width >= column / 2]
+    following = [*(block.start for block in shown[1:]), math.inf]
+    return [
+        replace(block, end=start) if 0 < start - block.end < column else block
+        for block, start in zip(shown, following, strict=False)
+    ]
 
 
 def column_shares(pieces: list[tuple[float, float]], period: float, num_columns: int) -> Array:

@@ -20,11 +20,12 @@ from chunkc.errors import ChunkcError
 from chunkc.files import save_bytes
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
-from chunkc.report.colours import DARK, KIND_COLOURS, WORK_COLOURS
+from chunkc.report.colours import BUDGET, DARK, KIND_COLOURS, WORK_COLOURS
 from chunkc.report.columns import shorten
-from chunkc.report.frame import Bar, Frame, Work, frame_of
-from chunkc.report.lanes import Array, Lane, lane_of, thinned
+from chunkc.report.frame import LANE_NAMES, Bar, Frame, Work, frame_of
+from chunkc.report.lanes import Array, Block, Lane, lane_of, thinned, without_seams
 from chunkc.report.memory_curve import Kind, memory_curve
+from chunkc.report.timeline import MEANINGS
 from chunkc.report.units import percent, plural, replicas_of, unit_for
 
 SIZE: Final = (1920, 1080)
@@ -135,14 +136,14 @@ class _Drawing:
         handles = []
         for kind, values in nbytes.items():
             above = base + values / unit.nbytes
-            hatch = {"hatch": "....", "edgecolor": "#DADADA", "linewidth": 0.0} if kind is Kind.UNUSED else {}
-            style = {"facecolor": KIND_COLOURS[kind], "linewidth": 0.0, "label": str(kind), **hatch}
-            handles.append(axes.fill_between(edges, _closed(base), _closed(above), step="post", **style))
+            hatch = {"hatch": "....", "edgecolor": "#DADADA"} if kind is Kind.UNUSED else {}
+            style = {"facecolor": KIND_COLOURS[kind], "linewidth": 0.0, "antialiased": False, "label": str(kind)}
+            handles.append(axes.fill_between(edges, _closed(base), _closed(above), step="post", **style, **hatch))
             base = above
         axes.step(edges, _closed(base), where="post", color="#46545F", linewidth=0.7)
         budget = curve.budget_nbytes / unit.nbytes
         label = f"budget {unit.named(curve.budget_nbytes)}"
-        line = axes.axhline(budget, color="#B00020", linewidth=1.6, linestyle=(0, (6, 3)), label=label)
+        line = axes.axhline(budget, color=BUDGET, linewidth=1.6, linestyle=(0, (6, 3)), label=label)
         axes.set_ylim(0, 1.06 * max(budget, curve.peak_nbytes / unit.nbytes))
         axes.set_ylabel(f"device memory, {unit.name}", fontsize=11, color=_INK)
         _plain(axes, grid="y")
@@ -160,23 +161,24 @@ class _Drawing:
         axes.tick_params(axis="y", length=0, labelsize=10, colors=_INK)
         patch = importlib.import_module("matplotlib.patches").Patch
         used = {bar.work for bar in self.frame.bars if bar.duration > 0}
-        handles = [patch(facecolor=WORK_COLOURS[work], label=_legend_name(work)) for work in Work if work in used]
+        handles = [patch(facecolor=WORK_COLOURS[work], label=work_name(work)) for work in Work if work in used]
         if self.frame.waits:
             handles.append(
-                patch(facecolor="white", edgecolor=_HATCH, hatch="/////", label="compute waits", linewidth=0.4)
+                patch(facecolor="white", edgecolor=_HATCH, hatch="/////", label="device waits", linewidth=0.4)
             )
         is_merged = any(lane.shares for lane in lanes)
         self._legend(axes, handles, f"actions{_MERGED if is_merged else ''}")
 
     def _lane(self, axes: Any, lane: Lane, row: int) -> None:
         low = row - _BAR_HEIGHT / 2
-        least = _EDGED_COLUMNS * self.frame.period / self.num_columns
+        column = self.frame.period / self.num_columns
+        least = _EDGED_COLUMNS * column if lane.is_counted else self.frame.period
         spans: dict[tuple[Work, bool], list[tuple[float, float]]] = {}
         axes.axhspan(low, low + _BAR_HEIGHT, color="#F6F6F6", linewidth=0, zorder=0.5)
         if lane.stream is Stream.COMPUTE and self.frame.waits:  # under the bars, so it shows where there are none
             style = {"facecolor": "white", "edgecolor": _HATCH, "hatch": "/////", "linewidth": 0.0}
             axes.broken_barh([(0.0, self.frame.period)], (low, _BAR_HEIGHT), zorder=0.8, **style)
-        for block in lane.blocks:
+        for block in without_seams(lane.blocks, column):
             spans.setdefault((block.work, block.width >= least), []).append((block.start, block.width))
         for (work, is_wide), extents in spans.items():
             style = {"facecolor": WORK_COLOURS[work], "edgecolor": "white", "linewidth": 0.6 if is_wide else 0.0}
@@ -190,22 +192,43 @@ class _Drawing:
         base = np.full(self.num_columns, low)
         for work, shares in lane.shares.items():
             above = base + _BAR_HEIGHT * shares
-            style = {"facecolor": WORK_COLOURS[work], "linewidth": 0.0, "zorder": 2}
+            style = {"facecolor": WORK_COLOURS[work], "linewidth": 0.0, "antialiased": False, "zorder": 2}
             axes.fill_between(edges, _closed(base), _closed(above), step="post", **style)
             base = above
 
     def _names(self, axes: Any, lane: Lane, row: int) -> None:
-        """Write what a bar acts on inside it, where there is room."""
-        for block in lane.blocks:
-            name = "" if block.bar is None else _target(block.bar)
-            if name and block.width / self.letter_unit >= 8.0 * len(name) + 8.0:
-                colour = "white" if block.work in DARK else _INK
-                style = {"fontsize": 8, "color": colour, "ha": "center", "va": "center", "zorder": 3}
-                axes.text((block.start + block.end) / 2, row, name, **style)
+        """Write what a bar acts on inside it, where there is room, or how many segments a phase has.
+
+        A number stands alone only where all bars of the lane are drawn one by one, so that the others can be counted.
+        """
+        named = [block for block in lane.blocks if self._name(axes, block, row, lane.is_counted)]
+        if lane.stream is not Stream.COMPUTE:
+            return
+        for phase in self.frame.phases:
+            if any(phase.start <= block.start < phase.end for block in named):
+                continue
+            inside = [bar for bar in self.frame.lane(lane.stream) if phase.start <= bar.start < phase.end]
+            segments = [bar for bar in inside if bar.work in (Work.FORWARD, Work.BACKWARD)]
+            text = plural(len(segments), "segment")
+            if segments and (phase.end - phase.start) / self.letter_unit >= 8.0 * len(text) + 16.0:
+                self._write(axes, text, (phase.start + phase.end) / 2, row, segments[0].work)
+
+    def _name(self, axes: Any, block: Block, row: int, is_counted: bool) -> bool:
+        """Write the longest name of a block's bar that fits it; whether one does."""
+        target = "" if block.bar is None else _target(block.bar)
+        for name in (target, target.rpartition(".")[2] if is_counted else ""):
+            if name and block.width / self.letter_unit >= 8.0 * len(name) + 4.0:
+                self._write(axes, name, (block.start + block.end) / 2, row, block.work)
+                return True
+        return False
+
+    def _write(self, axes: Any, text: str, middle: float, row: int, work: Work) -> None:
+        colour = "white" if work in DARK else _INK
+        axes.text(middle, row, text, fontsize=8, color=colour, ha="center", va="center", zorder=3)
 
     def _lane_name(self, lane: Lane) -> str:
         load = f"{percent(lane.busy, self.frame.period)} busy" if self.frame.in_ms else plural(lane.num_bars, "action")
-        return f"{lane.stream}\n{load}"
+        return f"{LANE_NAMES[lane.stream]}\n{load}"
 
     # --- around -----------------------------------------------------------------------------------------------------
     def _phases(self, strip: Any, panels: Sequence[Any]) -> None:
@@ -267,7 +290,7 @@ def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
         speed = timeline.tokens_per_s
         if speed:
             yield f"{speed:,.0f} tokens/s" if speed >= 1e3 else f"{speed:.4g} tokens/s"
-        yield f"bound by {timeline.bound}"
+        yield f"bound by {MEANINGS[timeline.bound]}"
     unit = unit_for(plan.memory.device_peak_nbytes)
     yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
     if plan.layout.world_size > 1:
@@ -301,7 +324,8 @@ def _duration(milliseconds: float, period_ms: float) -> str:
     return f"{value:,.0f} {unit}" if value >= 1e3 else f"{value:.3g} {unit}"
 
 
-def _legend_name(work: Work) -> str:
+def work_name(work: Work) -> str:
+    """A kind of work as legends name it."""
     return {
         Work.PARAMETERS: "parameters to device",
         Work.GRADIENTS: "gradients copied",

@@ -14,7 +14,7 @@ from chunkc.report.columns import table, wrapped
 from chunkc.report.units import percent, plural, printable, unit_for
 
 MAX_STALLS = 8
-_MEANINGS = {
+MEANINGS = {
     "compute": "computing on the device",
     "h2d": "copies to the device",
     "d2h": "copies to the host",
@@ -57,12 +57,13 @@ def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) ->
 
 def render_timeline(timeline: cost.Timeline) -> str:
     """The numbers of ``timeline`` on one screen."""
-    head = (wrapped(printable(line), " " * 14) for line in _header(timeline))
+    head = (wrapped(printable(line), " " * 14) for line in header(timeline))
     parts = ["\n".join(head), _streams(timeline), _stalls(timeline)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _header(timeline: cost.Timeline) -> Iterator[str]:
+def header(timeline: cost.Timeline) -> Iterator[str]:
+    """Lines on the step as a whole: times, rates, what bounds it, and peaks of memory."""
     ranks = f", {timeline.world_size} ranks" if timeline.world_size > 1 else ""
     yield f"{timeline.model} on {timeline.hw}{ranks}, plan {timeline.plan_digest}: simulated, not measured"
     speeds = [(timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s")]
@@ -88,10 +89,10 @@ def bounds(timeline: cost.Timeline) -> Iterator[str]:
     """Lines on what bounds the step, in words, and on what would bound it next."""
     critical = {str(s.stream): s.critical_ms for s in timeline.streams} | {OVERHEAD: timeline.overhead_ms}
     bound = timeline.bound
-    yield f"{_MEANINGS[bound]} ({percent(critical[bound], timeline.step_ms)} of the critical path)"
+    yield f"{MEANINGS[bound]} ({percent(critical[bound], timeline.step_ms)} of the critical path)"
     if timeline.next_bound is not None:
         busy_ms = next(s.busy_ms for s in timeline.streams if str(s.stream) == timeline.next_bound)
-        yield f"next {_MEANINGS[timeline.next_bound]} (busy {percent(busy_ms, timeline.step_ms)})"
+        yield f"next {MEANINGS[timeline.next_bound]} (busy {percent(busy_ms, timeline.step_ms)})"
 
 
 def _streams(timeline: cost.Timeline) -> str:

@@ -1,7 +1,7 @@
 """A simulated iteration for Perfetto: tracks of the timeline, device memory as counters, arrows.
 
-To `Timeline.trace` come a counter track of device bytes by kind, and for every segment arrows from the copies and
-collectives that it waits for.
+To `Timeline.trace` come the names of streams that pictures use, a counter track of device bytes by kind, and for every
+segment arrows from the copies and collectives that it waits for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from chunkc.cost.timeline import Slice, Timeline
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
-from chunkc.report.frame import clock_of
+from chunkc.report.frame import LANE_NAMES, clock_of
 from chunkc.report.memory_curve import memory_curve
 
 _MIB = 1024**2
@@ -26,6 +26,9 @@ def trace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     """
     events = timeline.trace()
     events["traceEvents"] += [*_counters(plan, timeline), *_arrows(plan, timeline, events["traceEvents"])]
+    for event in events["traceEvents"]:
+        if event["name"] == "thread_name":
+            event["args"]["name"] = LANE_NAMES[Stream(event["args"]["name"])]
     return events
 
 

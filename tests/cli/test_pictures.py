@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,14 @@ def test_a_bad_name_is_refused_before_planning(
     assert piece in capsys.readouterr().err
 
 
-def test_without_matplotlib_pictures_are_refused_before_planning(
-    function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_matplotlib_a_picture_is_refused_before_planning_and_a_page_is_made(
+    plan: Plan, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         main(["plan", function, "--plot", "out.png"], planner=lambda model, **options: pytest.fail("planned"))
     assert "pip install 'chunkc[plot]'" in capsys.readouterr().err
+    page = tmp_path / "out.html"
+    command = ["plan", function, "--hw", "v100-240g", "--html", str(page)]
+    assert main(command, planner=lambda model, **options: plan) == 0 and page.stat().st_size > 1000

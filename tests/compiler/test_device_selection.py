@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import logging
+import sys
 
 import pytest
 import torch
@@ -237,6 +238,14 @@ def test_a_gpu_is_not_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKC_CUDA", "throttle")
     with pytest.raises(chunkc.HardwareError, match="only an emulated device can be throttled"):
         on_h200("v100-240g")
+
+
+def test_a_gpu_without_triton_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = PresentGpu(0, "v100", 32 * GIB, (7, 0))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(chunkc.HardwareError, match=r"needs Triton, .* pip install 'chunkc\[triton\]'"):
+        device_for("v100-240g", find_gpu=lambda: gpu)
+    assert isinstance(device_for("emulated-1m-16m", find_gpu=lambda: gpu)[1], EmulatedDevice)
 
 
 def test_host_memory_is_checked_without_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,23 @@ const element = (id) => ({
   getContext: () => context, setPointerCapture: () => undefined, scrollIntoView: () => undefined,
   getBoundingClientRect: () => ({ left: 0, top: 0, width: WIDTH, height: HEIGHT }),
 });
-global.document = { getElementById: (id) => (elements[id] ??= element(id)) };
-global.window = { devicePixelRatio: 1, addEventListener: () => undefined };
+const opened = [], posted = [], saved = [], heard = new Set();
+const perfetto = { postMessage: (message, origin) => posted.push([message, origin]) };
+global.document = {
+  title: "a plan",
+  getElementById: (id) => (elements[id] ??= element(id)),
+  createElement: () => ({ click() { saved.push(this); } }),
+};
+global.window = {
+  devicePixelRatio: 1,
+  addEventListener: (kind, handler) => { if (kind === "message") heard.add(handler); },
+  removeEventListener: (kind, handler) => heard.delete(handler),
+  open: (address) => { opened.push(address); return perfetto; },
+};
 global.requestAnimationFrame = (draw) => draw();
+const later = global.setTimeout, blobs = [];
 global.setTimeout = (call) => call();
+URL.createObjectURL = (blob) => { blobs.push(blob); return "blob:"; };
 new Function(fs.readFileSync(folder + "/code.js", "utf8"))();
 
 const event = (x, y, more) => ({ clientX: x, clientY: y, deltaX: 0, deltaY: 0, pointerId: 1, preventDefault: () => undefined, ...more });
@@ -41,12 +54,39 @@ send("pointerdown", px, 260);
 send("pointerup", px, 260);
 found.clicked = elements.filter.value;
 send("wheel", 400, 260, { deltaY: -600 });
+found.scrolled = drawn();
+send("wheel", 400, 260, { deltaY: -600, ctrlKey: true });
 found.zoomed = drawn();
 found.outside = rectangles.filter(beyond).length;
 send("dblclick", 0, 0);
 found.reset = drawn();
+handlers["closer click"]();
+found.button = drawn();
+handlers["all click"]();
 elements.filter.value = "Fetch C0";
 handlers["filter input"]();
 found.filtered = elements.plan.textContent;
 found.count = elements.found.textContent;
-console.log(JSON.stringify(found));
+
+// Perfetto answers once it is there; what others say is not heard
+const say = (message) => [...heard].forEach((handler) => handler(message));
+const waits = (ms) => new Promise((done) => later(done, ms));
+(async () => {
+  if (texts.trace) {
+    await handlers["perfetto click"]();
+    await waits(150);
+    const before = posted.map(([message]) => message).slice(0, 1);
+    say({ source: {}, origin: "https://ui.perfetto.dev", data: "PONG" });
+    say({ source: perfetto, origin: "https://elsewhere", data: "PONG" });
+    const strangers = posted.filter(([message]) => message !== "PING").length;
+    say({ source: perfetto, origin: "https://ui.perfetto.dev", data: "PONG" });
+    const [message, told] = posted.at(-1);
+    await handlers["download click"]();
+    const text = (buffer) => Buffer.from(buffer).toString();
+    found.sent = {
+      before, strangers, told, opened: opened[0], trace: text(message.perfetto.buffer),
+      saved: saved.length === 1 ? await blobs[0].text() : "",
+    };
+  }
+  console.log(JSON.stringify(found));
+})();

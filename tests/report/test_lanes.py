@@ -10,7 +10,7 @@ from plans import chain
 from chunkc.cost import simulate_with
 from chunkc.ir.actions import Stream
 from chunkc.report.frame import Bar, Frame, Phase, Work, frame_of
-from chunkc.report.lanes import Lane, averaged, column_shares, lane_of, thinned
+from chunkc.report.lanes import Block, Lane, averaged, column_shares, lane_of, thinned, without_seams
 from chunkc.report.memory_curve import Kind, memory_curve
 
 NUM_COLUMNS = 100
@@ -63,6 +63,14 @@ def test_wide_bars_and_few_narrow_ones_keep_their_ends() -> None:
     lane = lane_of(frame(bars), Stream.COMPUTE, NUM_COLUMNS, 4.0)
     assert [(b.start, b.end, b.work) for b in lane.blocks] == bars and not lane.shares
     assert [b.bar.label for b in lane.blocks if b.bar is not None] == ["f0", "f1", "f2"]
+
+
+def test_what_pixels_cannot_show_makes_no_line_between_blocks() -> None:
+    widths = [(0.0, 40.0), (40.0, 40.2), (40.4, 90.0), (95.0, 120.0), (300.0, 300.2), (310.0, 330.0), (330.0, 331.0)]
+    blocks = [Block(start, end, Work.FORWARD, None) for start, end in widths]
+    shown = [(block.start, block.end) for block in without_seams(blocks, 1.0)]
+    assert shown == [(0.0, 40.4), (40.4, 90.0), (95.0, 120.0), (300.0, 300.2), (310.0, 330.0), (330.0, 331.0)]
+    assert without_seams([], 1.0) == []
 
 
 def test_touching_narrow_bars_are_one_block_with_its_ends() -> None:

@@ -24,6 +24,7 @@ from chunkc.report.plot import drawn, picture, plot
 
 PLAN = with_work(evicting().build(), 3)
 TIMELINE = simulate_with(PLAN, RATES)
+DIVIDED = with_work(distributed().build(), 3)
 
 
 SHAPES = {"short": evicting(), "resident": resident(), "ranks": distributed(), "30": chain(30), "400": chain(400)}
@@ -100,8 +101,8 @@ def test_texts_with_times() -> None:
         "Toy on",
         "step 29 ms, simulated",
         "241.4 tokens/s",
-        "bound by compute",
-        "compute waits",
+        "bound by computing on the device",
+        "device waits",
         "82.8 % busy",
     ):
         assert f"<!-- {text}" in found or text in found
@@ -111,7 +112,29 @@ def test_texts_with_times() -> None:
 def test_without_times_the_axis_says_so() -> None:
     found = svg(PLAN, timed=False)
     assert "widths are no times" in found and "step time unknown" in found and "7 actions" in found
-    assert "compute waits" not in found and "busy" not in found
+    assert "device waits" not in found and "busy" not in found
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_streams_have_words_for_names(timed: bool) -> None:
+    figure = drawn(DIVIDED, simulate_with(DIVIDED, RATES) if timed else None)
+    names = [text.get_text().partition("\n")[0] for text in figure.axes[0].get_yticklabels()]
+    assert names == ["host", "between ranks", "device to host", "host to device", "device"][::-1]
+
+
+def texts_inside_bars(plan: Plan) -> list[str]:
+    """By position on the device's lane."""
+    axes = drawn(plan, simulate_with(plan, RATES), (1600, 900)).axes[0]
+    row = max(axes.get_yticks())
+    texts = [text for text in axes.texts if text.get_position()[1] == row]
+    return [text.get_text() for text in sorted(texts, key=lambda text: text.get_position()[0])]
+
+
+def test_bars_say_what_they_run_by_name_by_number_or_by_how_many_they_are() -> None:
+    assert texts_inside_bars(PLAN)[:2] == ["fwd.0", "fwd.1"]
+    numbers = [str(i) for i in range(30)]
+    assert texts_inside_bars(with_work(chain(30).build(), 3)) == [*numbers, *numbers]
+    assert texts_inside_bars(with_work(chain(400).build(), 3)) == ["400 segments", "400 segments"]
 
 
 def test_signs_of_mathematics_in_a_name_are_letters() -> None:

@@ -21,6 +21,13 @@ def test_counters_add_up_to_the_peak_and_span_both_iterations() -> None:
     assert times[0] + 1e3 * timeline.step_ms in times and times[-1] < times[0] + 2e3 * timeline.step_ms
 
 
+def test_tracks_have_the_names_of_lanes_in_pictures() -> None:
+    plan = with_work(evicting().build(), 3)
+    events = trace(plan, simulate_with(plan, RATES))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"device", "host to device", "device to host", "host"}
+
+
 def is_near(a: float, b: float) -> bool:
     return a == pytest.approx(b)
 

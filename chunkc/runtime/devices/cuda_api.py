@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -14,6 +15,10 @@ from chunkc.errors import HardwareError
 _CYCLES_PER_MS: Final = 1_500_000
 _CUDA_SUCCESS: Final = 0
 _WARM_UP_NUMEL: Final = 256
+_NO_TRITON: Final = (
+    "training on a GPU needs Triton, which is not installed: CUDA builds of torch for Linux bring theirs; elsewhere "
+    "pip install 'chunkc[triton]', or name an emulated device in hw"
+)
 
 
 KernelLaunch = Callable[[], None]
@@ -39,9 +44,15 @@ class ChunkKernels(Protocol):
 
 
 class CudaApi:
-    """CUDA device ``index`` and torch's allocator. Streams and events are opaque; threads may share it."""
+    """CUDA device ``index`` and torch's allocator. Streams and events are opaque; threads may share it.
+
+    Raises:
+        HardwareError: Triton, in which the kernels of chunks are written, is not installed.
+    """
 
     def __init__(self, index: int) -> None:
+        if importlib.util.find_spec("triton") is None:
+            raise HardwareError(_NO_TRITON)
         self.torch_device = torch.device("cuda", index)
         self._latest_stream: torch.cuda.Stream | None = None
 
