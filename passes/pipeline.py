@@ -23,6 +23,7 @@ from chunkc.passes.search import Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
+from chunkc.progress import stage
 
 PIPELINE: tuple[Pass, ...] = (
     LivenessPass(),
@@ -75,6 +76,7 @@ def make_plan(
         ValueError: on options that contradict each other.
     """
     _check_request(schedule, target, options, layout)
+    stage("planning")
     start = Draft(schedule, target, options, fixed_layout=layout)
     draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
     return Planned(assemble(draft), drafts)

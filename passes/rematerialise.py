@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from chunkc.cost.rates import CostRates
@@ -18,6 +19,7 @@ from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes.search import MIN_GAIN
+from chunkc.progress import within
 
 KEEP_ALL = 1.0
 """The budget with which the partitioner decides alone: it keeps what is not cheap to compute again."""
@@ -74,13 +76,15 @@ def choose_budget(
         The choice. Only ``KEEP_ALL`` is tried where the step is computation alone, of which recomputing makes more, and
         where the graphs are large; where nothing fits, it is the choice too.
     """
-    first = _price(KEEP_ALL, schedule := schedule_with(KEEP_ALL), plan_with, rates)
+    with _counted(1):
+        first = _price(KEEP_ALL, schedule := schedule_with(KEEP_ALL), plan_with, rates)
     candidates, best, misses = [first], first, 0
     num_operators = sum(len(g.operators) for g in schedule.graphs)
     if first.compute_ms >= first.step_ms * (1 - WORTH_TRYING) or num_operators > MAX_OPERATORS:
         return BudgetChoice(KEEP_ALL, (first,))
-    for budget in BUDGETS:
-        candidate = _price(budget, schedule_with(budget), plan_with, rates)
+    for number, budget in enumerate(BUDGETS, 2):
+        with _counted(number):
+            candidate = _price(budget, schedule_with(budget), plan_with, rates)
         candidates.append(candidate)
         is_better = candidate.step_ms < best.step_ms * (1 - MIN_GAIN)
         misses = 0 if is_better or math.isinf(candidate.step_ms) else misses + 1
@@ -88,6 +92,10 @@ def choose_budget(
         if misses == 2:
             break
     return BudgetChoice(best.budget, tuple(candidates))
+
+
+def _counted(number: int) -> AbstractContextManager[None]:
+    return within(f"activations kept, {number} of at most {1 + len(BUDGETS)} choices")
 
 
 def _price(

@@ -42,6 +42,7 @@ from chunkc.passes import (
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
 from chunkc.passes.support.budget import too_small
+from chunkc.progress import stage
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.execution.bound_action import CompiledGraph
 
@@ -244,6 +245,7 @@ class _Search:
             target = target.with_budget(Tier.DEVICE, device_nbytes)
         try:
             planned = _plan(schedule, target, request)
+            stage("verifying the plan")
             verify(planned.plan)
         finally:
             self.planning_s += time.perf_counter() - started
@@ -254,6 +256,8 @@ class _Search:
         started = time.perf_counter()
         sources, compiler = self.captured.graphs, self.compiler
         lowered = {kind: lower_graph(graph, planned.plan, kind) for kind, graph in sources.items()}
+        compiler.compile_all(lowered.values())
+        stage("putting the segments together")
         graphs = {k: CompiledGraph(low, compiler.compile(low), sources[k].gradients) for k, low in lowered.items()}
         self.num_attempts += 1
         self.compiling_s += time.perf_counter() - started

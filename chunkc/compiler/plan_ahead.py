@@ -43,6 +43,7 @@ from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Pass, PlanOptions, Target, make_fastest_plan
+from chunkc.progress import stage
 from chunkc.report import Plan
 
 logger = logging.getLogger("chunkc")
@@ -108,6 +109,7 @@ def plan_schedule(
     plan = make_fastest_plan(schedule, target, options, passes=passes).plan
     plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
+    stage("verifying the plan")
     verify(plan)
     finished = time.perf_counter()
     logger.info("planned %s in %.1f s", plan.digest(), finished - captured_at)
@@ -153,6 +155,7 @@ def capture_ahead(
         if is_mixed(params, dtype):
             inputs = pytree.tree_map_only(torch.Tensor, lambda value: _cast(value, dtype, tensors), inputs)
         releasable = ReleasableBackend(compile_graph)
+        stage("capturing the forward")
         run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=releasable, fullgraph=True, dynamic=False)
         try:
             with capture_settings(), torch.enable_grad():

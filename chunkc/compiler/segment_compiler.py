@@ -8,7 +8,7 @@ from them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from chunkc._torch_compat.core import boxed_code
@@ -23,6 +23,7 @@ from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
+from chunkc.progress import Counted
 from chunkc.runtime.execution.bound_action import SegmentCallable
 
 logger = logging.getLogger("chunkc")
@@ -92,10 +93,16 @@ class SegmentCompiler:
 
     def compile(self, graph: LoweredGraph) -> list[SegmentCallable]:
         """A callable for every segment of ``graph``, in order."""
-        for segment in graph.segments:
-            if segment.key not in self._compiled:
-                self._compiled[segment.key] = self._compile_one(segment)
+        self.compile_all([graph])
         return [self._compiled[segment.key] for segment in graph.segments]
+
+    def compile_all(self, graphs: Iterable[LoweredGraph]) -> None:
+        """Compile the segments of all of ``graphs``, and count them together."""
+        missing = {s.key: s for graph in graphs for s in graph.segments if s.key not in self._compiled}
+        progress = Counted("compiling", len(missing), "different segments", "cached for next time" * self.fuses)
+        for key, segment in missing.items():
+            self._compiled[key] = self._compile_one(segment)
+            progress.advance()
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
         """Return when every segment of ``graph``, as compiled, takes and lets go of memory, in order."""

@@ -32,6 +32,7 @@ from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import PlanOptions, Target, budgets_of
+from chunkc.progress import stage, within
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.runtime.update.rules import states_of
@@ -136,6 +137,7 @@ PolicyPlanner = Callable[[Scenario, CapturedAhead, Target], Plan]
 
 def priced(plan: Plan, hw: Hardware) -> tuple[Timeline | None, str]:
     """The simulation of ``plan``, or None and why there is none."""
+    stage("simulating")
     try:
         return simulate(plan, hw), ""
     except HardwareError as error:
@@ -155,7 +157,7 @@ class Scenarios:
             kept = self.answer(replace(scenario, recompute=Recompute.NONE))
             return kept if kept.fits else self.answer(replace(scenario, recompute=Recompute.FULL))
         began_s = time.perf_counter()
-        with uncollected():
+        with uncollected(), within(str(scenario)):
             captured = self.captured(scenario)
             captured_s = time.perf_counter()
             answer = _planned(scenario, captured)
@@ -249,6 +251,7 @@ def _capture(scenario: Scenario) -> CapturedAhead:
 
 
 def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
+    stage("building the model")
     model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
     dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
     inputs = transformer.inputs(scenario.batch, scenario.sequence)
