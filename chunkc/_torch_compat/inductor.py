@@ -48,12 +48,17 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     fake_mode = torch._guards.detect_fake_mode(examples) or torch._guards.detect_fake_mode(
         [n.meta.get("val") for n in module.graph.nodes]
     )
-    owned = copy.deepcopy(module)
-    output = owned.graph.find_nodes(op="output")[0]
-    output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(output.args[0]) if isinstance(n, torch.fx.Node)]
+
+    def compile_once() -> Callable[[list[Any]], Sequence[Any]]:
+        owned = copy.deepcopy(module)
+        output = owned.graph.find_nodes(op="output")[0]
+        visible = [i for i, n in enumerate(output.args[0]) if isinstance(n, torch.fx.Node)]
+        output.meta["user_visible_output_idxs"] = visible
+        with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+            return compile_fx_inner(owned, list(examples))  # type: ignore[no-any-return]
+
     num_loaded = len(PyCodeCache.modules)
-    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
+    compiled: Callable[[list[Any]], Sequence[Any]] = _with_any_vectors(compile_once)
     del PyCodeCache.modules[num_loaded:]  # or Inductor keeps the generated module as long as the process lives
     return compiled
 
