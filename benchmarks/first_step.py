@@ -3,8 +3,8 @@
 Each run is a process of its own: a Llama of 8 layers under ``emulated-96m-4g`` in float32, trained for two steps.
 *Cold* runs begin with an empty TORCHINDUCTOR_CACHE_DIR, the *warm* run behind each uses what the cold one left there.
 Seconds are those of imports, of the model with ``chunkc.compile``, and of the first step, with what the log says of its
-parts; *total* is from the start of the process to the end of the first step. The script prints a table, writes a result under benchmarks/results/, and ends with exit code 1 where
-the median of the first steps is beyond a limit.
+parts; *total* is from the start of the process to the end of the first step. The script prints a table, writes a result
+under benchmarks/results/, and ends with exit code 1 where the median of the first steps is beyond a limit.
 
     OMP_WAIT_POLICY=passive python benchmarks/first_step.py
 """

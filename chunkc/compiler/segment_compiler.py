@@ -99,7 +99,8 @@ class SegmentCompiler:
     def compile_all(self, graphs: Iterable[LoweredGraph]) -> None:
         """Compile the segments of all of ``graphs``, and count them together."""
         missing = {s.key: s for graph in graphs for s in graph.segments if s.key not in self._compiled}
-        progress = Counted("compiling", len(missing), "different segments", "cached for next time" * self.fuses)
+        note = "cached for next time" if self.fuses else ""
+        progress = Counted("compiling", len(missing), "different segments", note)
         for key, segment in missing.items():
             self._compiled[key] = self._compile_one(segment)
             progress.advance()
