@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(args.backend)))
         return 0
     load_before = os.getloadavg()
-    print(f"{'':6}" + " ".join(f"{phase:>11}" for phase in PHASES))
+    print(f"{'':6}" + " ".join(f"{phase:>11}" for phase in PHASES), flush=True)
     rows = []
     for row in pairs(args):
         rows.append(row)

@@ -8,6 +8,8 @@ from them.
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -19,6 +21,7 @@ from chunkc._torch_compat.inductor import (
     inductor_joint_passes,
 )
 from chunkc.capture.backend import TracingOptions
+from chunkc.compiler.compile_helpers import CompileHelpers
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
@@ -101,9 +104,21 @@ class SegmentCompiler:
         missing = {s.key: s for graph in graphs for s in graph.segments if s.key not in self._compiled}
         note = "cached for next time" if self.fuses else ""
         progress = Counted("compiling", len(missing), "different segments", note)
-        for key, segment in missing.items():
-            self._compiled[key] = self._compile_one(segment)
-            progress.advance()
+        waiting = deque(missing.values())
+        with CompileHelpers() as helpers:
+            while waiting:
+                elapsed_s = self._compile_segment(waiting.popleft(), progress)
+                if self.fuses:
+                    helpers.note(elapsed_s, waiting)
+            for segment in helpers.taken():
+                self._compile_segment(segment, progress)
+
+    def _compile_segment(self, segment: LoweredSegment, progress: Counted) -> float:
+        """Compile one segment, and return how many seconds that took."""
+        began_s = time.perf_counter()
+        self._compiled[segment.key] = self._compile_one(segment)
+        progress.advance()
+        return time.perf_counter() - began_s
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
         """Return when every segment of ``graph``, as compiled, takes and lets go of memory, in order."""

@@ -294,4 +294,4 @@ def test_an_interrupt_clears_the_line_and_says_so(user_module: str, monkeypatch:
     with terminal() as screen:
         monkeypatch.setattr(sys, "stderr", screen.stream)
         assert main(["plan", f"{user_module}:build", "--hw", "emulated-4m-64m"], planner=planner) == 130
-        assert screen.screen() == ["interrupted", ""]
+        assert screen.screen() == ["building", "interrupted", ""]
