@@ -55,7 +55,7 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
         visible = [i for i, n in enumerate(output.args[0]) if isinstance(n, torch.fx.Node)]
         output.meta["user_visible_output_idxs"] = visible
         with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-            return compile_fx_inner(owned, list(examples))  # type: ignore[no-any-return]
+            return compile_fx_inner(owned, list(examples))
 
     num_loaded = len(PyCodeCache.modules)
     compiled: Callable[[list[Any]], Sequence[Any]] = _with_any_vectors(compile_once)
