@@ -13,10 +13,12 @@ from chunkc.passes.pipeline import (
     make_plan,
     measuring_plan,
 )
+from chunkc.passes.support.choices import ChoiceStore
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, budgets_of
 
 __all__ = [
     "PIPELINE",
+    "ChoiceStore",
     "Draft",
     "Pass",
     "PassOrderError",

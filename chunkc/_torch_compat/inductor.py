@@ -8,10 +8,18 @@ from __future__ import annotations
 import ast
 import copy
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+
+def inductor_cache_folder() -> str:
+    """The folder below which Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR or its default."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:

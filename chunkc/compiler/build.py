@@ -13,7 +13,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from chunkc._torch_compat.inductor import inductor_cache_folder
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
@@ -24,12 +26,14 @@ from chunkc.compiler.memory.decisions import plan_beside, plan_with_norms, with_
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.errors import BudgetError, ChunkcError
+from chunkc.files import KeptDocuments
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import (
+    ChoiceStore,
     Pass,
     Planned,
     PlanOptions,
@@ -61,6 +65,7 @@ class PlanRequest:
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
         ranks_per_node: ranks of the job on this machine.
+        choices: what searches chose in earlier runs.
     """
 
     target: Target
@@ -70,6 +75,7 @@ class PlanRequest:
     held_nbytes: int = 0
     is_host: bool = True
     ranks_per_node: int = 1
+    choices: ChoiceStore | None = None
 
     def in_new_layout(self) -> PlanRequest:
         """The request for a layout in place of the one that there is, whose memory the new one takes over."""
@@ -200,6 +206,11 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
     return choose
 
 
+def kept_choices() -> KeptDocuments:
+    """What searches chose in earlier runs, beside what Inductor compiled in them."""
+    return KeptDocuments(Path(inductor_cache_folder()) / "chunkc")
+
+
 def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGraph:
     """``graph`` cut at the boundaries of the plan's segments of ``kind``."""
     operators = [b.nodes for b in graph.bundles]
@@ -209,7 +220,7 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
 def _plan(schedule: Schedule, target: Target, request: PlanRequest) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
-        return make_fastest_plan(schedule, target, options, passes=passes)
+        return make_fastest_plan(schedule, target, options, passes=passes, choices=request.choices)
     if not schedule.is_evaluation:
         return make_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:

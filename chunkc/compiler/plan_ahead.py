@@ -33,7 +33,7 @@ from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.attention import drop_attention_dropout
 from chunkc.capture.backend import BudgetChooser, ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import PlanRequest, budget_chooser
+from chunkc.compiler.build import PlanRequest, budget_chooser, kept_choices
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import Backend, SegmentCompiler
@@ -88,7 +88,7 @@ def plan_ahead(
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
-    choose = budget_chooser(PlanRequest(target, options, passes))
+    choose = budget_chooser(PlanRequest(target, options, passes, choices=kept_choices()))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
     captured = with_decisions(captured, tracks_grad_norm=options.tracks_grad_norm, scales=options.scales)
     return plan_schedule(captured.schedule, target, options, captured.stages, backend, passes)
@@ -106,7 +106,7 @@ def plan_schedule(
     num_ops = sum(len(g.operators) for g in schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
-    plan = make_fastest_plan(schedule, target, options, passes=passes).plan
+    plan = make_fastest_plan(schedule, target, options, passes=passes, choices=kept_choices()).plan
     plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
     stage("verifying the plan")
