@@ -16,14 +16,14 @@ from chunkc._torch_compat.inductor import inductor_compile
 
 
 def num_compile_processes() -> int:
-    """Processes that Inductor may compile with at a time (TORCHINDUCTOR_COMPILE_THREADS; default: as many as cores)."""
+    """Processes that Inductor may compile with at a time (TORCHINDUCTOR_COMPILE_THREADS)."""
     import torch._inductor.config
 
     return torch._inductor.config.compile_threads or 1
 
 
 def packed(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bytes | None:
-    """Return a graph of CPU tensors with Inductor's settings; None for another, and for what cannot be pickled."""
+    """Return a graph of CPU tensors with Inductor's settings; None for one that cannot be sent."""
     import torch._inductor.config
     from torch.fx._graph_pickler import GraphPickler, Options
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from chunkc._torch_compat.compile_helpers import CompileHelpers
 from chunkc._torch_compat.core import boxed_code
 from chunkc._torch_compat.inductor import (
     inductor_code,
@@ -21,7 +22,6 @@ from chunkc._torch_compat.inductor import (
     inductor_joint_passes,
 )
 from chunkc.capture.backend import TracingOptions
-from chunkc.compiler.compile_helpers import CompileHelpers
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
@@ -105,7 +105,7 @@ class SegmentCompiler:
         note = "cached for next time" if self.fuses else ""
         progress = Counted("compiling", len(missing), "different segments", note)
         waiting = deque(missing.values())
-        with CompileHelpers() as helpers:
+        with CompileHelpers[LoweredSegment]() as helpers:
             while waiting:
                 elapsed_s = self._compile_segment(waiting.popleft(), progress)
                 if self.fuses:

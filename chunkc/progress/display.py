@@ -1,6 +1,6 @@
-"""One line on standard error, drawn anew in place: on terminals and in notebooks, elsewhere only when asked for.
+"""One line on standard error, drawn anew in place, on terminals and in notebooks.
 
-tqdm draws it: it knows the width of terminals, leaves room for the script's own bars, and works in notebooks. Its
+Elsewhere lines are appended, where that is asked for. tqdm draws it: it knows the width of terminals, leaves room for the script's own bars, and works in notebooks. Its
 thread is switched off; the line changes when work goes on, and not in between. Before a record of the logger ``chunkc``
 is handled, the line is cleared, so that no line is torn.
 """
@@ -46,7 +46,7 @@ def can_redraw(stream: TextIO) -> bool:
 
 
 def prefix_for(stream: TextIO) -> str:
-    """The words before each line, coloured on terminals that show colours, unless NO_COLOR is set (no-color.org)."""
+    """The words before each line, in colour on terminals unless NO_COLOR is set (no-color.org)."""
     try:
         is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):

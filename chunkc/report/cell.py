@@ -16,7 +16,7 @@ _MOVES = ((Stream.H2D, "from host to device"), (Stream.D2H, "from device to host
 
 
 def cell(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], notes: Iterable[str]) -> str:
-    """Return a table whose first column is text and whose others are numbers, with lines below it, as HTML."""
+    """Return HTML of a table whose first column is text and others are numbers, with lines below."""
     body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
     lines = "".join(f"<div>{_text(note)}</div>" for note in notes)
     heads = "".join(f"<th>{_text(heading)}</th>" for heading in headings)

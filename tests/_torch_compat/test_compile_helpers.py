@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc.compiler import compile_helpers
-from chunkc.compiler.compile_helpers import CompileHelpers, num_helpers
+from chunkc._torch_compat import compile_helpers
+from chunkc._torch_compat.compile_helpers import CompileHelpers, num_helpers
 
 READ = "import sys\nsys.stdout.write('.'); sys.stdout.flush()\nhead = sys.stdin.buffer.read(8)\n"
 PROGRAMS = {
@@ -42,21 +42,21 @@ def started(program: str) -> subprocess.Popen[bytes]:
 def compiled_here(num_segments: int, elapsed_s: float = 1.0, compiling_s: float = 0.1) -> tuple[list[str], list[str]]:
     """The names of segments that this process compiled by itself, and of those that helpers had taken."""
     waiting, own = deque(segment(i) for i in range(num_segments)), []
-    with CompileHelpers() as helpers:
+    with CompileHelpers[Any]() as helpers:
         while waiting:
             own.append(waiting.popleft().name)
             helpers.note(elapsed_s, waiting)
-            outputs = [helper.process.stdout for helper in helpers._helpers if not helper.has_ended]
+            outputs = [helper.process.stdout for helper in helpers.helpers if not helper.has_ended]
             if outputs:  # compiling takes as long as a helper needs to say something
                 select.select(outputs, [], [], compiling_s)
         taken = [s.name for s in helpers.taken()]
-    assert all(helper.process.returncode is not None for helper in helpers._helpers)
+    assert all(helper.process.returncode is not None for helper in helpers.helpers)
     return own, taken
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_segment_comes_back_once(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_helpers, "_start", lambda: started(program))
+    monkeypatch.setattr(compile_helpers, "start_helper", lambda: started(program))
     monkeypatch.setattr(compile_helpers, "num_helpers", lambda: 2)
     monkeypatch.setattr(compile_helpers, "packed", lambda *_: b"a job")
     monkeypatch.setattr(compile_helpers, "PATIENCE", 0.2)
@@ -70,7 +70,7 @@ def test_each_segment_comes_back_once(program: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_cannot_be_packed_is_compiled_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_helpers, "_start", lambda: started("good"))
+    monkeypatch.setattr(compile_helpers, "start_helper", lambda: started("good"))
     monkeypatch.setattr(compile_helpers, "num_helpers", lambda: 1)
     monkeypatch.setattr(compile_helpers, "packed", lambda *_: None)
     own, taken = compiled_here(10)
@@ -82,19 +82,19 @@ def test_nobody_helps_where_it_does_not_pay(
     num_segments: int, elapsed_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where segments come from the cache, and where few are left."""
-    monkeypatch.setattr(compile_helpers, "_start", lambda: pytest.fail("a helper was started"))
+    monkeypatch.setattr(compile_helpers, "start_helper", lambda: pytest.fail("a helper was started"))
     monkeypatch.setattr(compile_helpers, "num_helpers", lambda: 2)
     assert compiled_here(num_segments, elapsed_s)[1] == []
 
 
 def test_helpers_go_when_compiling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_helpers, "_start", lambda: started("never ready"))
+    monkeypatch.setattr(compile_helpers, "start_helper", lambda: started("never ready"))
     monkeypatch.setattr(compile_helpers, "num_helpers", lambda: 2)
     threads = threading.active_count()
-    with pytest.raises(ZeroDivisionError), CompileHelpers() as helpers:
+    with pytest.raises(ZeroDivisionError), CompileHelpers[Any]() as helpers:
         helpers.note(1.0, deque(segment(i) for i in range(16)))
         raise ZeroDivisionError
-    assert [helper.process.returncode for helper in helpers._helpers] == [-9, -9]
+    assert [helper.process.returncode for helper in helpers.helpers] == [-9, -9]
     assert threading.active_count() == threads
 
 
@@ -122,13 +122,13 @@ from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 from chunkc._torch_compat.inductor import inductor_compile
 from chunkc._torch_compat.inductor_jobs import packed
-from chunkc.compiler.compile_helpers import _Helper, _start
+from chunkc._torch_compat.compile_helpers import Helper, start_helper
 
 module = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(64))
 for node in module.graph.nodes:
     node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
 examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-segment, helper = SimpleNamespace(), _Helper(_start())
+segment, helper = SimpleNamespace(), Helper(start_helper())
 assert helper.done(100.0) == [] and helper.is_ready
 helper.hand_out(segment, packed(module, examples))
 assert helper.done(100.0) == [segment] and not helper.has_ended

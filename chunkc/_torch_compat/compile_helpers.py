@@ -20,17 +20,16 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Any, Final, Generic, Protocol, Self, TypeVar
 
 import torch
 
 from chunkc._torch_compat.inductor_jobs import compile_packed, num_compile_processes, packed
-from chunkc.passes.lower import LoweredSegment
 
 MIN_SEGMENTS: Final = 6
 """Left to compile for each helper, or else importing torch takes longer than it saves."""
@@ -41,7 +40,19 @@ PATIENCE: Final = 10.0
 """How often the time of the slowest segment so far a helper may take, and at least so many seconds."""
 
 _LENGTH: Final = struct.Struct("<Q")
-_PROGRAM: Final = "import sys; sys.path[:] = {path!r}; from chunkc.compiler.compile_helpers import serve; serve()"
+_PROGRAM: Final = "import sys; sys.path[:] = {path!r}; from chunkc._torch_compat.compile_helpers import serve; serve()"
+
+
+class Compilable(Protocol):
+    """Interface of a segment: a graph, with fake tensors (or constants) for its inputs."""
+
+    @property
+    def module(self) -> torch.fx.GraphModule: ...
+    @property
+    def examples(self) -> Sequence[Any]: ...
+
+
+S = TypeVar("S", bound=Compilable)
 
 
 def serve() -> None:
@@ -66,11 +77,11 @@ def _receive(jobs: IO[bytes], arrived: SimpleQueue[bytes | None]) -> None:
 
 
 @dataclass(slots=True)
-class _Helper:
+class Helper(Generic[S]):
     """One helper, with the segments that it was handed and has not said to be done, the oldest first."""
 
     process: subprocess.Popen[bytes]
-    segments: deque[LoweredSegment] = field(default_factory=deque)
+    segments: deque[S] = field(default_factory=deque)
     is_ready: bool = False
     has_ended: bool = False
 
@@ -83,7 +94,7 @@ class _Helper:
         self.has_ended = not count
         return count
 
-    def done(self, timeout_s: float = 0.0) -> list[LoweredSegment]:
+    def done(self, timeout_s: float = 0.0) -> list[S]:
         """Segments that are compiled since the last call; of a helper that has ended, all that it had."""
         count = self.replies(timeout_s)
         if count and not self.is_ready:
@@ -91,7 +102,7 @@ class _Helper:
         count = len(self.segments) if self.has_ended else count
         return [self.segments.popleft() for _ in range(count)]
 
-    def hand_out(self, segment: LoweredSegment, data: bytes) -> None:
+    def hand_out(self, segment: S, data: bytes) -> None:
         self.segments.append(segment)
         with suppress(OSError):  # it has ended, as its output will say
             if self.process.stdin is not None:
@@ -100,29 +111,31 @@ class _Helper:
 
 
 @dataclass(slots=True)
-class CompileHelpers:
+class CompileHelpers(Generic[S]):
     """Helpers for the block of one list of segments; none before `note` finds that they are worth it."""
 
-    _helpers: list[_Helper] = field(default_factory=list)
-    _taken: list[LoweredSegment] = field(default_factory=list)
+    helpers: list[Helper[S]] = field(default_factory=list)
+    _taken: list[S] = field(default_factory=list)
     _slowest_s: float = 0.0
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for helper in self._helpers:
+        for helper in self.helpers:
             helper.process.kill()
-        for helper in self._helpers:
+        for helper in self.helpers:
             helper.process.communicate()
 
-    def note(self, elapsed_s: float, waiting: deque[LoweredSegment]) -> None:
+    def note(self, elapsed_s: float, waiting: deque[S]) -> None:
         """Hear that a segment took so long, and take others that wait, from the end of ``waiting``."""
         self._slowest_s = max(self._slowest_s, elapsed_s)
-        if not self._helpers and elapsed_s >= SLOW_S:
+        if not self.helpers and elapsed_s >= SLOW_S:
             num = min(len(waiting) // MIN_SEGMENTS, num_helpers())
-            self._helpers = [_Helper(_start()) for _ in range(num)]
-        for helper in self._helpers:
+            with suppress(OSError):  # no memory or no process is left
+                for _ in range(num):
+                    self.helpers.append(Helper(start_helper()))
+        for helper in self.helpers:
             self._taken += helper.done()
             while waiting and helper.is_ready and not helper.has_ended and self._has_room(helper, len(waiting)):
                 segment = waiting.pop()
@@ -132,14 +145,14 @@ class CompileHelpers:
                 else:
                     helper.hand_out(segment, data)
 
-    def _has_room(self, helper: _Helper, num_waiting: int) -> bool:
+    def _has_room(self, helper: Helper[S], num_waiting: int) -> bool:
         """Whether it gets another segment: one behind that under way while many wait, so that it never waits."""
-        return len(helper.segments) < (2 if num_waiting > 2 * len(self._helpers) else 1)
+        return len(helper.segments) < (2 if num_waiting > 2 * len(self.helpers) else 1)
 
-    def taken(self) -> Iterator[LoweredSegment]:
+    def taken(self) -> Iterator[S]:
         """The segments that helpers took, each as soon as it is compiled, or its helper is given up."""
         yield from self._taken
-        for helper in self._helpers:
+        for helper in self.helpers:
             while helper.segments:
                 yield from helper.done(PATIENCE * max(1.0, self._slowest_s)) or [helper.segments.popleft()]
 
@@ -153,7 +166,7 @@ def num_helpers() -> int:
     return max(0, min(cores, num_compile_processes(), 1 + MAX_HELPERS) - 1)
 
 
-def _start() -> subprocess.Popen[bytes]:
+def start_helper() -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", _PROGRAM.format(path=sys.path)]
     environ = {**os.environ, "CHUNKC_PROGRESS": "0"}
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
