@@ -207,7 +207,7 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
 
 
 def kept_choices() -> KeptDocuments:
-    """What searches chose in earlier runs, beside what Inductor compiled in them."""
+    """Choices of searches in earlier runs, kept beside what Inductor compiled in them."""
     return KeptDocuments(Path(inductor_cache_folder()) / "chunkc")
 
 

@@ -1,8 +1,8 @@
 """One line on standard error, drawn anew in place, on terminals and in notebooks.
 
-Elsewhere lines are appended, where that is asked for. tqdm draws it: it knows the width of terminals, leaves room for the script's own bars, and works in notebooks. Its
-thread is switched off; the line changes when work goes on, and not in between. Before a record of the logger ``chunkc``
-is handled, the line is cleared, so that no line is torn.
+Elsewhere lines are appended where that is asked for. tqdm draws the line: it knows the width of terminals, leaves room
+for the script's own bars, and works in notebooks. Its thread is switched off; the line changes when work goes on, and
+not in between. Before a record of the logger ``chunkc`` is handled, the line is cleared, so that no line is torn.
 """
 
 from __future__ import annotations
