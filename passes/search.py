@@ -199,7 +199,7 @@ class Search:
 
     def _price(self, options: PlanOptions, text: str = "") -> Candidate:
         text = text or _difference(options, self.options)
-        stage(f"planning, {len(self.tried) + 1} candidates")
+        stage(f"planning, candidate {len(self.tried) + 1}")
         try:
             draft = self._drafts.get(options) or self.draft_with(options)
         except BudgetError as error:

@@ -238,7 +238,7 @@ def _capture(scenario: Scenario) -> CapturedAhead:
         return _direct(scenario, scenario.model)
     model = scenario.model.build(recompute=scenario.recompute is Recompute.FULL)
     infos = param_infos(model, compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw))
-    shallow, deeper = (_direct(scenario, scenario.model.with_depth(depth)) for depth in (BASE, BASE + 1))
+    shallow, deeper = (_with_depth(scenario, depth) for depth in (BASE, BASE + 1))
     began_s = time.perf_counter()
     try:
         schedule = periodic_schedule(shallow.schedule, deeper.schedule, num_layers, infos)
@@ -248,6 +248,11 @@ def _capture(scenario: Scenario) -> CapturedAhead:
     note = f"{num_layers} layers from captures of {BASE} and {BASE + 1}"
     record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
     return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record))
+
+
+def _with_depth(scenario: Scenario, num_layers: int) -> CapturedAhead:
+    with within(f"{num_layers} layers"):
+        return _direct(scenario, scenario.model.with_depth(num_layers))
 
 
 def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
