@@ -44,6 +44,7 @@ from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.tiers import Tier
 from chunkc.passes import ACTIVATIONS, Activations, Pass, PlanOptions, Target, budgets_of
+from chunkc.progress import shown
 from chunkc.report import Plan
 from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.model import ModelRuntime
@@ -247,7 +248,8 @@ def plan(
     in_fp32 = fp32_modules(model, keep_fp32, computed)
     factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
     compiled = getattr(model, "_compiled_call_impl", None)
-    with compiled.settings.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext():
+    resting = compiled.settings.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext()
+    with resting, shown(is_first_rank=job.is_first_rank()):
         return plan_ahead(
             model,
             target,

@@ -14,12 +14,14 @@ from chunkc.passes.pipeline import (
     make_plan,
     measuring_plan,
 )
+from chunkc.passes.support.choices import ChoiceStore
 from chunkc.passes.support.draft import ACTIVATIONS, Activations, Draft, PlanOptions, Target, budgets_of
 
 __all__ = [
     "ACTIVATIONS",
     "PIPELINE",
     "Activations",
+    "ChoiceStore",
     "Draft",
     "Pass",
     "PassOrderError",

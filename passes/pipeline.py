@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from chunkc.cost.rates import CostRates
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Memory, Plan, StageRecord
@@ -24,7 +25,9 @@ from chunkc.passes.residency import ResidencyPass
 from chunkc.passes.search import MAX_ACTIONS, Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
+from chunkc.passes.support.choices import Choice, ChoiceStore, find_choice, keep_choice, key_of
 from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
+from chunkc.progress import stage
 
 MOVED_SHARES = (1.0, 0.5, 0.25)
 """Shares of layers whose saved values move where a plan does not fit without: the least that does is taken."""
@@ -85,6 +88,7 @@ def make_plan(
         ValueError: on options that contradict each other.
     """
     _check_request(schedule, target, options, layout)
+    stage("planning")
     start = Draft(schedule, target, options, fixed_layout=layout)
     draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
     return Planned(assemble(draft), drafts)
@@ -145,19 +149,47 @@ def make_fastest_plan(
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
     max_actions: int = MAX_ACTIONS,
+    choices: ChoiceStore | None = None,
 ) -> Planned:
     """Plan one training iteration with those options that simulate fastest on ``target.rates``.
 
     What ``options`` fixes is kept; after ``max_actions`` simulated actions nothing else is tried. Where the rates are
-    not known, or nothing is copied or exchanged, this is `make_plan`, which takes and raises the same. All ranks must
-    choose alike, so candidates are planned for rank 0.
+    not known, or nothing is copied or exchanged, this is `make_fitting_plan`, which takes and raises the same. All
+    ranks must choose alike, so candidates are planned for rank 0. Where ``choices`` keeps what was chosen for the same
+    request, nothing is searched, and there are no candidates.
     """
     planned = make_fitting_plan(schedule, target, options, passes=passes, check=check)
     options = replace(options, moved_share=planned.moved_share)
     moves = planned.plan.moved_nbytes(*COPIED_TIERS)
     if target.rates is None or (not moves and target.world_size == 1):
         return planned
-    started, first_rank = time.perf_counter(), replace(target, rank=0)
+    started, tried = time.perf_counter(), list[Candidate]()
+    store = choices if passes is None else None
+    key = "" if store is None else key_of(planned.plan.schedule_digest, target, options, max_actions)
+    choice = None if store is None else find_choice(store, key)
+    if choice is None:
+        choice, tried = _searched(planned, schedule, target, options, target.rates, passes, max_actions)
+        if store is not None:
+            keep_choice(store, key, choice)
+    stage_record = StageRecord("search", (time.perf_counter() - started) * 1e3, choice.note)
+    best = choice.applied_to(options)
+    if best != options:
+        planned = make_plan(schedule, target, best, passes=passes, check=check)
+    plan = replace(planned.plan, stages=(*planned.plan.stages, stage_record))
+    return replace(planned, plan=plan, candidates=tuple(tried))
+
+
+def _searched(
+    planned: Planned,
+    schedule: Schedule,
+    target: Target,
+    options: PlanOptions,
+    rates: CostRates,
+    passes: Sequence[Pass] | None,
+    max_actions: int,
+) -> tuple[Choice, list[Candidate]]:
+    """The fastest options, and all candidates; ``planned`` is the passes' own plan."""
+    first_rank = replace(target, rank=0)
 
     def draft_with(varied: PlanOptions) -> Draft:
         start = Draft(schedule, first_rank, varied)
@@ -166,14 +198,10 @@ def make_fastest_plan(
     def plan_of(draft: Draft) -> Plan:
         return assemble(draft, planned.plan.schedule_digest)
 
-    search = Search(draft_with, plan_of, target.rates, options, max_actions)
+    search = Search(draft_with, plan_of, rates, options, max_actions)
     best = search.run(planned.drafts[-1][1] if target.rank == 0 else draft_with(options))
     note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
-    stage = StageRecord("search", (time.perf_counter() - started) * 1e3, note)
-    if best.options != options:
-        planned = make_plan(schedule, target, best.options, passes=passes, check=check)
-    plan = replace(planned.plan, stages=(*planned.plan.stages, stage))
-    return replace(planned, plan=plan, candidates=tuple(search.tried))
+    return Choice.of(best.options, note), search.tried
 
 
 def make_evaluation_plan(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from chunkc.cost.rates import CostRates
@@ -23,6 +24,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.passes.search import MIN_GAIN
+from chunkc.progress import within
 
 KEEP_ALL = 1.0
 """The budget with which the partitioner decides alone: it keeps what is not cheap to compute again."""
@@ -89,9 +91,9 @@ def choose_budget(
         largest down, until two in a row gain nothing. Only ``KEEP_ALL`` is tried where it fits and the step is
         computation alone, of which recomputing makes more. Where nothing fits, the choice needs least device memory.
     """
-    first_schedule = schedule_with(KEEP_ALL)
-    trial = _Trial(schedule_with, plan_with, rates, [_price(KEEP_ALL, first_schedule, plan_with, rates)])
-    first = trial.candidates[0]
+    with _counted(1):
+        first = _price(KEEP_ALL, first_schedule := schedule_with(KEEP_ALL), plan_with, rates)
+    trial = _Trial(schedule_with, plan_with, rates, [first])
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         return BudgetChoice(KEEP_ALL, (first,))
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
@@ -112,7 +114,8 @@ class _Trial:
     candidates: list[BudgetCandidate] = field(default_factory=list)
 
     def price(self, budget: float) -> BudgetCandidate:
-        candidate = _price(budget, self.schedule_with(budget), self.plan_with, self.rates)
+        with _counted(len(self.candidates) + 1):
+            candidate = _price(budget, self.schedule_with(budget), self.plan_with, self.rates)
         self.candidates.append(candidate)
         return candidate
 
@@ -151,6 +154,10 @@ class _Trial:
             if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):
                 best = candidate
         return best
+
+
+def _counted(number: int) -> AbstractContextManager[None]:
+    return within(f"activations kept, {number} of at most {1 + len(BUDGETS)} choices")
 
 
 def _price(

@@ -24,6 +24,7 @@ from chunkc.passes.os_placement import most_resident_states
 from chunkc.passes.support.budget import demand_of, most_within, with_homes
 from chunkc.passes.support.draft import Draft, PlanOptions, decided
 from chunkc.passes.support.second_homes import candidates
+from chunkc.progress import stage
 
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
@@ -214,6 +215,7 @@ class Search:
 
     def _price(self, options: PlanOptions, text: str = "") -> Candidate:
         text = text or _difference(options, self.options)
+        stage(f"planning, candidate {len(self.tried) + 1}")
         try:
             draft = self._drafts.get(options) or self.draft_with(options)
         except BudgetError as error:

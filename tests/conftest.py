@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
+    os.environ.setdefault("CHUNKC_CACHE", "0")  # tests change the planner in ways that no key tells
     gc.set_threshold(50_000, 20, 20)  # captured graphs are millions of objects: a tenth of all time goes to collections
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     if importlib.util.find_spec("hypothesis") is not None:  # tests of the GPU take none of it

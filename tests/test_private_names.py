@@ -28,9 +28,10 @@ LIBRARIES_NAME = {
     "_get_grad_norm",
     "_is_view",
     "_load_scaler",
+    "_repr_html_",
     "_save_optimizer_and_scheduler",
 }
-"""Names that torch and transformers have too."""
+"""Names that torch, transformers and IPython have too."""
 PATCHING = {"setattr", "delattr", "getattr", "hasattr"}
 
 

@@ -8,10 +8,18 @@ from __future__ import annotations
 import ast
 import copy
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+
+def inductor_cache_folder() -> str:
+    """The folder below which Inductor keeps what it compiled: TORCHINDUCTOR_CACHE_DIR or its default."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
@@ -48,12 +56,17 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     fake_mode = torch._guards.detect_fake_mode(examples) or torch._guards.detect_fake_mode(
         [n.meta.get("val") for n in module.graph.nodes]
     )
-    owned = copy.deepcopy(module)
-    output = owned.graph.find_nodes(op="output")[0]
-    output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(output.args[0]) if isinstance(n, torch.fx.Node)]
+
+    def compile_once() -> Callable[[list[Any]], Sequence[Any]]:
+        owned = copy.deepcopy(module)
+        output = owned.graph.find_nodes(op="output")[0]
+        visible = [i for i, n in enumerate(output.args[0]) if isinstance(n, torch.fx.Node)]
+        output.meta["user_visible_output_idxs"] = visible
+        with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+            return compile_fx_inner(owned, list(examples))
+
     num_loaded = len(PyCodeCache.modules)
-    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
-        compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
+    compiled: Callable[[list[Any]], Sequence[Any]] = _with_any_vectors(compile_once)
     del PyCodeCache.modules[num_loaded:]  # or Inductor keeps the generated module as long as the process lives
     return compiled
 

@@ -58,6 +58,11 @@ class Outcome:
         }
 
 
+def size(nbytes: int) -> str:
+    """``nbytes`` in GiB, or in MiB where it is less than one."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
 def refused(policy: str, machine: Machine, device_nbytes: int, host_nbytes: int) -> Outcome | None:
     """The outcome where one of both is more than ``machine`` has, the device's named first; else None."""
     for memory, needed, given in (
@@ -65,7 +70,7 @@ def refused(policy: str, machine: Machine, device_nbytes: int, host_nbytes: int)
         ("host", host_nbytes, machine.host_nbytes),
     ):
         if needed > given:
-            why = f"{memory} memory of a rank: {needed / 2**30:.1f} GiB needed, {given / 2**30:.1f} GiB there"
+            why = f"{memory} memory of a rank: {size(needed)} needed, {size(given)} there"
             return Outcome(policy, machine.name, why, needed - given, device_nbytes, host_nbytes)
     return None
 

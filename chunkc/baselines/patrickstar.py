@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from chunkc.baselines.chunk_cache import ChunkCache, Move, NoRoom
 from chunkc.baselines.machine import Machine
-from chunkc.baselines.outcome import Outcome, refused, simulated
+from chunkc.baselines.outcome import Outcome, refused, simulated, size
 from chunkc.baselines.packing import SIZES, Packing, packings
 from chunkc.baselines.stretches import Course, Stretch
 from chunkc.baselines.writer import Writer
@@ -84,7 +84,7 @@ class PatrickStar:
                 return self._steady(course, machine, packing, num_states)
             except NoRoom as error:
                 missing_nbytes, stretch = error.missing_nbytes, error.stretch
-        why_not = f"device memory of a rank: {stretch} needs {missing_nbytes / 2**30:.1f} GiB more for its chunks"
+        why_not = f"device memory of a rank: {stretch} needs {size(missing_nbytes)} more for its chunks"
         device_nbytes = machine.device_nbytes + missing_nbytes
         return Outcome(self.name, machine.name, why_not, missing_nbytes, device_nbytes, total_nbytes - warm_up_nbytes)
 

@@ -42,6 +42,7 @@ from chunkc.capture.tangents import find_reached, keeps_undefined
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
+from chunkc.progress import stage
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes its inputs as a list, which it empties."""
@@ -137,6 +138,7 @@ def capture_graph(
         **tracing.rewrites(module),
     )
     num_bases = return_bases(module)
+    stage("tracing forward and backward")
     try:
         compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
     except RuntimeError as error:

@@ -30,7 +30,9 @@ from chunkc.cli import calibrate, compare, env, explain, frontier, plan, simulat
 from chunkc.cli.options import Planner
 from chunkc.cli.output import one_line, show, tell
 from chunkc.compiler.debug import visible
+from chunkc.distributed.job import is_first_rank
 from chunkc.errors import ChunkcError
+from chunkc.progress import shown
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, planner: Planner | None = None) -
     """
     try:
         args = _parser().parse_args(argv, argparse.Namespace(planner=planner))
-        with visible(logging.getLogger("chunkc")):
+        with visible(logging.getLogger("chunkc")), shown(is_first_rank=is_first_rank()):
             return COMMANDS[args.command].run(args)
     except ChunkcError as error:
         tell(one_line(f"error: {error}"))

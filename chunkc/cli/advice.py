@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
+from chunkc.progress import within
 from chunkc.report.timeline import duration
 from chunkc.report.units import size
 from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
@@ -136,7 +137,8 @@ class Adviser:
         expected_s = self._planning_s if self.scenarios.is_captured(scenario) else self._whole_s
         if time.perf_counter() - self.began_s + _RESERVE * expected_s > self.limit_s:
             return None
-        answer = self.scenarios.answer(scenario)
+        with within("advice"):
+            answer = self.scenarios.answer(scenario)
         self._whole_s = max(self._whole_s, answer.elapsed_s)
         self._planning_s = max(self._planning_s, answer.planning_s)
         return answer

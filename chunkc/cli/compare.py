@@ -19,6 +19,7 @@ from chunkc.cli.subjects import MODEL_HELP, add_training_options, scenario_of, t
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.tiers import COPIED_TIERS
+from chunkc.progress import stage, within
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, duration
 from chunkc.report.units import size
@@ -60,10 +61,14 @@ def run(args: argparse.Namespace) -> int:
 def compare(scenario: Scenario, scenarios: Scenarios) -> list[dict[str, Any]]:
     """One row of plain data for chunkc's plan and each policy; HardwareError without rates."""
     machine = Machine.of(scenario.hw)
-    rows = [_of_answer(scenarios.answer(scenario))]
+    total = 1 + len(POLICIES)
+    with within(f"1/{total} chunkc"):
+        rows = [_of_answer(scenarios.answer(scenario))]
     courses: dict[Recompute, Course] = {}
-    for name, policy in POLICIES.items():
-        outcome, recompute = _best(policy, machine, scenario, scenarios, courses)
+    for number, (name, policy) in enumerate(POLICIES.items(), 2):
+        with within(f"{number}/{total} {name}"):
+            stage("modelling")
+            outcome, recompute = _best(policy, machine, scenario, scenarios, courses)
         rows.append({**outcome.to_json(), "recompute": str(recompute)})
         tell(f"{name}: {'fits' if rows[-1]['fits'] else 'does not fit'}")
     return rows

@@ -19,6 +19,7 @@ from chunkc.cli.options import DTYPES, MAX_RANKS, MAX_SEQUENCE, positive, up_to
 from chunkc.cli.output import show, tell
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
+from chunkc.progress import within
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import duration
 from chunkc.scenarios.models import FAMILIES, Transformer, family
@@ -119,7 +120,8 @@ class Search:
     def _answer(self, model: Transformer, batch: int) -> Answer:
         key = (model.label, batch)
         if key not in self._known:
-            self._known[key] = self.scenarios.answer(replace(self.base, model=model, batch=batch))
+            with within(f"try {len(self.tried) + 1}"):
+                self._known[key] = self.scenarios.answer(replace(self.base, model=model, batch=batch))
             self.tried.append(self._known[key])
         return self._known[key]
 

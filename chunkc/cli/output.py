@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from chunkc.errors import ChunkcError
+from chunkc.progress import make_way
 from chunkc.report.units import printable
 
 
@@ -49,6 +50,7 @@ def one_line(text: str) -> str:
 
 
 def _print(text: str, stream: TextIO) -> None:
+    make_way()
     escaped = "\n".join(map(printable, text.split("\n")))
     encoding = stream.encoding or "utf-8"
     print(escaped.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

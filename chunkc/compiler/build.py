@@ -13,9 +13,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch.fx import Node
 
+from chunkc._torch_compat.inductor import inductor_cache_folder
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
@@ -27,12 +29,14 @@ from chunkc.compiler.memory.decisions import plan_beside, plan_with_norms, with_
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.errors import BudgetError, ChunkcError, PlanError
+from chunkc.files import KeptDocuments
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import (
+    ChoiceStore,
     Pass,
     Planned,
     PlanOptions,
@@ -46,6 +50,7 @@ from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import RECOMPUTE_ALL, choose_budget
 from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.passes.support.budget import too_small
+from chunkc.progress import stage
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.execution.bound_action import CompiledGraph
 
@@ -64,6 +69,7 @@ class PlanRequest:
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
         ranks_per_node: ranks of the job on this machine.
+        choices: what searches chose in earlier runs.
     """
 
     target: Target
@@ -73,6 +79,7 @@ class PlanRequest:
     held_nbytes: int = 0
     is_host: bool = True
     ranks_per_node: int = 1
+    choices: ChoiceStore | None = None
 
     def in_new_layout(self) -> PlanRequest:
         """The request for a layout in place of the one that there is, whose memory the new one takes over."""
@@ -210,6 +217,11 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
     return choose
 
 
+def kept_choices() -> KeptDocuments:
+    """Choices of searches in earlier runs, kept beside what Inductor compiled in them."""
+    return KeptDocuments(Path(inductor_cache_folder()) / "chunkc")
+
+
 def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGraph:
     """``graph`` cut at the boundaries of the plan's segments of ``kind``."""
     operators = [b.nodes for b in graph.bundles]
@@ -240,7 +252,9 @@ def names_of_moved(captured: Captured, plan: Plan) -> dict[int, frozenset[str]]:
 def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions: int = MAX_ACTIONS) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
-        return make_fastest_plan(schedule, target, options, passes=passes, max_actions=max_actions)
+        return make_fastest_plan(
+            schedule, target, options, passes=passes, choices=request.choices, max_actions=max_actions
+        )
     if not schedule.is_evaluation:
         return make_fitting_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:
@@ -276,6 +290,7 @@ class _Search:
             target = target.with_budget(Tier.DEVICE, device_nbytes)
         try:
             planned = _plan(schedule, target, request)
+            stage("verifying the plan")
             verify(planned.plan)
         finally:
             self.planning_s += time.perf_counter() - started
@@ -287,6 +302,8 @@ class _Search:
         sources, compiler = self.captured.graphs, self.compiler
         lowered = {kind: lower_graph(graph, planned.plan, kind) for kind, graph in sources.items()}
         saved = names_of_moved(self.captured, planned.plan)
+        compiler.compile_all(lowered.values())
+        stage("putting the segments together")
         graphs = {
             kind: CompiledGraph(low, compiler.compile(low), sources[kind].gradients, saved if kind == "forward" else {})
             for kind, low in lowered.items()

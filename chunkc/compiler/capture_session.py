@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from chunkc.capture.backend import ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser
+from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, kept_choices
 from chunkc.compiler.graph_entry import MAX_COMPILED_SIZES, GraphEntry, SizedEntries
 from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.keep_fp32 import Fp32Modules
@@ -158,7 +158,10 @@ class CaptureSession:
         wanted = runtime.tracks_grad_norm and (layout is None or has_norms)
         wanted = settings.options.tracks_grad_norm or wanted
         options = replace(settings.options, tracks_grad_norm=wanted, state_spec=runtime.parameters.state_spec)
-        return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
+        return PlanRequest(
+            *(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node),
+            choices=kept_choices(),
+        )
 
     def agree_on_budgets(self) -> None:
         """Take the least budgets of all ranks, by which their first plans lay out the same chunks."""

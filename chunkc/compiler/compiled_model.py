@@ -34,6 +34,7 @@ from chunkc.compiler.graph_entry import NotPlannedYet
 from chunkc.compiler.module_frames import add_frames
 from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of, tensors_of
 from chunkc.errors import BudgetError, CaptureError, ChunkcError
+from chunkc.progress import shown
 from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
@@ -144,9 +145,9 @@ class CompiledModel:
         }
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_break: bool = True) -> Any:
-        self.session.started_s = time.perf_counter()
+        self.session.started_s, runtime = time.perf_counter(), self.runtime
         try:
-            with capture_settings(), self.runtime.parameters.entering():
+            with shown(is_first_rank=runtime.ranks.is_first), capture_settings(), runtime.parameters.entering():
                 signature = signature_of(self._model, args, kwargs)
                 if not may_break:
                     return self._enter_whole(signature, args, kwargs)

@@ -36,6 +36,7 @@ from chunkc.distributed.agreement import Kind
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.verify import verify_beside
 from chunkc.passes import Planned
+from chunkc.progress import shown
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.model.program_state import AtStake
@@ -137,7 +138,7 @@ class Evaluator:
     def _run_program(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._session.runtime
         before, self._session.started_s = runtime.accounting.num_evaluations, time.perf_counter()
-        with capture_settings(), runtime.parameters.entering():
+        with shown(is_first_rank=runtime.ranks.is_first), capture_settings(), runtime.parameters.entering():
             outputs = self.shapes.call(signature, args, kwargs)
         if runtime.accounting.num_evaluations == before:  # a stance of torch.compiler, or nothing to compute
             self._refused.add(signature)

@@ -28,6 +28,7 @@ from chunkc.compiler.shape_cache import ShapeTable, entry_maker, weakly
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes.lower import LoweredSegment, lower
+from chunkc.progress import shown
 from chunkc.runtime.execution.bound_action import CompiledGraph, SegmentCallable
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 
@@ -123,6 +124,11 @@ class BrokenForwards:
         graphs, runtime = self._session.graphs, self._session.runtime
         if not graphs.graphs or runtime.executor is not None:
             return
+        with shown(is_first_rank=runtime.ranks.is_first):
+            self._plan_and_install()
+
+    def _plan_and_install(self) -> None:
+        graphs, runtime = self._session.graphs, self._session.runtime
         if runtime.layout is None:  # else an exception came between layout and executors
             with compilations_forgotten():
                 graphs.plan_together(leaves_room=self.has_data_sizes)

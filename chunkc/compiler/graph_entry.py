@@ -33,6 +33,7 @@ from chunkc.compiler.shape_cache import MAX_PROGRAMS
 from chunkc.errors import ChunkcError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
+from chunkc.progress import stage
 from chunkc.runtime.execution.bound_action import CompiledGraph
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
@@ -130,6 +131,7 @@ class GraphEntry(RuntimeReference):
         if self not in runtime.executors:
             if plan is None:
                 raise ChunkcError("a captured graph was to run by its plan before it had one")
+            stage("moving the parameters into chunks" if runtime.layout is None else "starting the plan")
             runtime.accounting.reserve(plan.memory.device_peak_nbytes)
             static = static_slots(plan.layout, plan.program("forward").entry.resident)
             with without_modes():

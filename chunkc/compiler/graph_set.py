@@ -31,6 +31,7 @@ from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.tiers import Tier
 from chunkc.passes import make_plan
+from chunkc.progress import within
 from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
@@ -216,7 +217,11 @@ class GraphSet:
     def _build_all(
         self, request: PlanRequest, graphs: Mapping[GraphEntry, RecordedGraph]
     ) -> dict[GraphEntry, CompiledPlan]:
-        return {entry: self._build(graph, request) for entry, graph in graphs.items()}
+        built = {}
+        for number, (entry, graph) in enumerate(graphs.items(), 1):
+            with within(f"graph {number} of {len(graphs)}"):
+                built[entry] = self._build(graph, request)
+        return built
 
     def _install_all(self, built: Mapping[GraphEntry, CompiledPlan]) -> None:
         for entry, one in built.items():

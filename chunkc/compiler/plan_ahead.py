@@ -34,7 +34,7 @@ from chunkc.capture.attention.kernels import Capability
 from chunkc.capture.attention.tracing import trace_for_gpu
 from chunkc.capture.backend import BudgetChooser, ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import PlanRequest, budget_chooser
+from chunkc.compiler.build import PlanRequest, budget_chooser, kept_choices
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import Backend, SegmentCompiler
@@ -44,6 +44,7 @@ from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Pass, PlanOptions, Target, make_fastest_plan
+from chunkc.progress import stage
 from chunkc.report import Plan
 
 logger = logging.getLogger("chunkc")
@@ -88,7 +89,7 @@ def plan_ahead(
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
-    choose = budget_chooser(PlanRequest(target, options, passes))
+    choose = budget_chooser(PlanRequest(target, options, passes, choices=kept_choices()))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, gpu=gpu)
     captured = with_decisions(captured, tracks_grad_norm=options.tracks_grad_norm, scales=options.scales)
     return plan_schedule(captured.schedule, target, options, captured.stages, backend, passes)
@@ -106,9 +107,10 @@ def plan_schedule(
     num_ops = sum(len(g.operators) for g in schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
-    plan = make_fastest_plan(schedule, target, options, passes=passes).plan
+    plan = make_fastest_plan(schedule, target, options, passes=passes, choices=kept_choices()).plan
     plan = replace(plan, memory=replace(plan.memory, is_estimate=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
+    stage("verifying the plan")
     verify(plan)
     finished = time.perf_counter()
     logger.info("planned %s in %.1f s", plan.digest(), finished - captured_at)
@@ -156,6 +158,7 @@ def capture_ahead(
         if is_mixed(params, dtype):
             inputs = pytree.tree_map_only(torch.Tensor, lambda value: _cast(value, dtype, tensors), inputs)
         releasable = ReleasableBackend(compile_graph)
+        stage("capturing the forward")
         run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=releasable, fullgraph=True, dynamic=False)
         try:
             with capture_settings(), torch.enable_grad():

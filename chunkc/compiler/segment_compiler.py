@@ -8,9 +8,12 @@ from them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Literal
 
+from chunkc._torch_compat.compile_helpers import CompileHelpers
 from chunkc._torch_compat.core import boxed_code
 from chunkc._torch_compat.inductor import (
     inductor_code,
@@ -23,6 +26,7 @@ from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
+from chunkc.progress import Counted
 from chunkc.runtime.execution.bound_action import SegmentCallable
 
 logger = logging.getLogger("chunkc")
@@ -92,10 +96,29 @@ class SegmentCompiler:
 
     def compile(self, graph: LoweredGraph) -> list[SegmentCallable]:
         """A callable for every segment of ``graph``, in order."""
-        for segment in graph.segments:
-            if segment.key not in self._compiled:
-                self._compiled[segment.key] = self._compile_one(segment)
+        self.compile_all([graph])
         return [self._compiled[segment.key] for segment in graph.segments]
+
+    def compile_all(self, graphs: Iterable[LoweredGraph]) -> None:
+        """Compile the segments of all of ``graphs``, and count them together."""
+        missing = {s.key: s for graph in graphs for s in graph.segments if s.key not in self._compiled}
+        note = "cached for next time" if self.fuses else ""
+        progress = Counted("compiling", len(missing), "different segments", note)
+        waiting = deque(missing.values())
+        with CompileHelpers[LoweredSegment]() as helpers:
+            while waiting:
+                elapsed_s = self._compile_segment(waiting.popleft(), progress)
+                if self.fuses:
+                    helpers.note(elapsed_s, waiting)
+            for segment in helpers.taken():
+                self._compile_segment(segment, progress)
+
+    def _compile_segment(self, segment: LoweredSegment, progress: Counted) -> float:
+        """Compile one segment, and return how many seconds that took."""
+        began_s = time.perf_counter()
+        self._compiled[segment.key] = self._compile_one(segment)
+        progress.advance()
+        return time.perf_counter() - began_s
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
         """Return when every segment of ``graph``, as compiled, takes and lets go of memory, in order."""

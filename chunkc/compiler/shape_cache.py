@@ -35,6 +35,7 @@ from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import DataDependentSizeError
 from chunkc.compiler.float_inputs import Place, float_call
 from chunkc.errors import ChunkcError, ShapeLimitError
+from chunkc.progress import stage
 from chunkc.runtime.params.managed_tensor import ManagedTensor
 from chunkc.runtime.params.shell import Shell
 
@@ -273,6 +274,7 @@ class ShapeTable:
         entry = self._entries.get(signature.key) or self._idle.get(signature.key)
         if entry is None:
             self.check_room()
+            stage("capturing the forward")
             entry = Entry(self._make_run(places), places)
         try:
             outputs = self._run(entry, args, kwargs)

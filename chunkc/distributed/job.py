@@ -36,6 +36,11 @@ def join() -> None:
         ) from error
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 of its job, joined or as torchrun says, or alone."""
+    return dist.job_rank() == 0 if dist.is_in_job() else os.environ.get("RANK", "0") == "0"
+
+
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
     """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
 

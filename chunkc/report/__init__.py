@@ -12,6 +12,7 @@ from typing import Any
 from chunkc.ir import plan as ir
 from chunkc.ir.plan_file import load_plan
 from chunkc.report import html, plot
+from chunkc.report.cell import plan_cell
 from chunkc.report.summary import summarize
 from chunkc.report.table import render
 from chunkc.report.text import full_text
@@ -40,6 +41,10 @@ class Plan(ir.Plan):
 
     def __repr__(self) -> str:
         return printable(f"<chunkc.Plan {self.digest()} of {self.model} on {self.hw}: {len(self.segments)} segments>")
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: a table of memory, and what moves."""
+        return plan_cell(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ir.Plan):

@@ -104,8 +104,9 @@ def _blocks(frame: Frame, stream: Stream, least: float, touching: float) -> Iter
 def without_seams(blocks: Sequence[Block], column: float) -> list[Block]:
     """``blocks``, by start, as pixels can show them.
 
-    A gap narrower than ``column`` belongs to the block before it. Blocks narrower than half a column are left out where another is that near: between two wide ones they would be a
-    line where the pixels' edges happen to fall, and none elsewhere.
+    A gap narrower than ``column`` belongs to the block before it. Blocks narrower than half a column are left out where
+    another is that near: between two wide ones they would be a line where the pixels' edges happen to fall, and none
+    elsewhere.
     """
     bounds = [(-math.inf, -math.inf), *((block.start, block.end) for block in blocks), (math.inf, math.inf)]
     alone = [

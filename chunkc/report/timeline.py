@@ -10,6 +10,7 @@ from chunkc import cost
 from chunkc.cost.timeline import OVERHEAD, Stall
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
+from chunkc.report.cell import cell
 from chunkc.report.columns import table, wrapped
 from chunkc.report.units import percent, plural, printable, unit_for
 
@@ -36,6 +37,12 @@ class Timeline(cost.Timeline):
 
     def __str__(self) -> str:
         return render_timeline(self)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the step, what bounds it, and a table of streams."""
+        first, *notes = header(self)
+        headings, rows = _stream_table(self)
+        return cell(first, headings, rows, notes)
 
     def __repr__(self) -> str:
         return printable(f"<chunkc timeline of plan {self.plan_digest}: {duration(self.step_ms)} a step on {self.hw}>")
@@ -96,6 +103,11 @@ def bounds(timeline: cost.Timeline) -> Iterator[str]:
 
 
 def _streams(timeline: cost.Timeline) -> str:
+    headings, rows = _stream_table(timeline)
+    return table(headings, rows, "lrrrrrr")
+
+
+def _stream_table(timeline: cost.Timeline) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     unit = unit_for(max((s.nbytes for s in timeline.streams), default=0))
     rows: list[tuple[str, ...]] = [
         (
@@ -110,8 +122,7 @@ def _streams(timeline: cost.Timeline) -> str:
         for s in timeline.streams
     ]
     rows.append((OVERHEAD, "", "", "", f"{timeline.overhead_ms:,.3f}", "", ""))
-    headings = ("stream", "busy ms", "share", "alone ms", "critical ms", "actions", unit.name)
-    return table(headings, rows, "lrrrrrr")
+    return ("stream", "busy ms", "share", "alone ms", "critical ms", "actions", unit.name), rows
 
 
 def _stalls(timeline: cost.Timeline) -> str:

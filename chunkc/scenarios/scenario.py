@@ -32,6 +32,7 @@ from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Activations, PlanOptions, Target, budgets_of
+from chunkc.progress import stage, within
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.runtime.update.rules import states_of
@@ -140,6 +141,7 @@ PolicyPlanner = Callable[[Scenario, CapturedAhead, Target], Plan]
 
 def priced(plan: Plan, hw: Hardware) -> tuple[Timeline | None, str]:
     """The simulation of ``plan``, or None and why there is none."""
+    stage("simulating")
     try:
         return simulate(plan, hw), ""
     except HardwareError as error:
@@ -162,7 +164,7 @@ class Scenarios:
             again = self.answer(replace(scenario, recompute=Recompute.FULL))
             return min(kept, again, key=_rank) if kept.fits and again.fits else kept if kept.fits else again
         began_s = time.perf_counter()
-        with uncollected():
+        with uncollected(), within(str(scenario)):
             captured = self.captured(scenario)
             captured_s = time.perf_counter()
             answer = _planned(scenario, captured)
@@ -251,7 +253,7 @@ def _capture(scenario: Scenario) -> CapturedAhead:
         return _direct(scenario, scenario.model)
     model = scenario.model.build(recompute=scenario.recompute is Recompute.FULL)
     infos = param_infos(model, compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw))
-    shallow, deeper = (_direct(scenario, scenario.model.with_depth(depth)) for depth in (BASE, BASE + 1))
+    shallow, deeper = (_with_depth(scenario, depth) for depth in (BASE, BASE + 1))
     began_s = time.perf_counter()
     try:
         schedule = periodic_schedule(shallow.schedule, deeper.schedule, num_layers, infos)
@@ -263,7 +265,13 @@ def _capture(scenario: Scenario) -> CapturedAhead:
     return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record))
 
 
+def _with_depth(scenario: Scenario, num_layers: int) -> CapturedAhead:
+    with within(f"{num_layers} layers"):
+        return _direct(scenario, scenario.model.with_depth(num_layers))
+
+
 def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
+    stage("building the model")
     model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
     dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
     inputs = transformer.inputs(scenario.batch, scenario.sequence)

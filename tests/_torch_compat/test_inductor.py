@@ -13,7 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc._torch_compat.inductor import _forget_vectors, _with_any_vectors, inductor_joint_passes, inductor_loop
+from chunkc._torch_compat.inductor import (
+    _forget_vectors,
+    _with_any_vectors,
+    inductor_compile,
+    inductor_joint_passes,
+    inductor_loop,
+)
 
 ODD = 50
 
@@ -63,6 +69,14 @@ def test_a_loop_is_compiled_without_trying_vector_instructions(probes: list[str]
     inductor_loop(halved, [torch.ones(4096)], is_parallel=False)
     assert not probes and not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
     assert cpu_vec_isa.valid_vec_isa_list() and probes
+
+
+def test_a_segment_is_compiled_without_trying_vector_instructions(probes: list[str]) -> None:
+    graph = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(64))
+    examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    compiled = inductor_compile(graph, examples)
+    assert torch.equal(compiled([torch.zeros(64)])[0], torch.ones(64))
+    assert not probes and not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
 
 
 def test_vector_instructions_are_tried_where_a_compilation_fails(probes: list[str]) -> None:

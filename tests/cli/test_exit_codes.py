@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plans_for_report import gpt_plan
+from terminal import terminal
 
 import chunkc
 from chunkc.cli import main
@@ -18,6 +19,7 @@ from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import format_size
 from chunkc.ir import plan as ir
 from chunkc.ir.verify import verify
+from chunkc.progress import stage
 from chunkc.report import Plan, full_text, render, summarize
 
 MODULE = """
@@ -267,3 +269,29 @@ def test_the_memory_that_a_real_model_is_said_to_need_is_enough(
     verify(plan)
     assert plan.digest() == fitting["digest"]
     assert sum(info.numel for info in plan.layout.params) == 6 * (256 * 256 + 256)
+
+
+def test_progress_goes_to_a_terminal_and_not_into_the_result(
+    user_module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planner(*_: Any, **__: Any) -> ir.Plan:
+        stage("planning")
+        return gpt_plan()
+
+    with terminal() as screen:
+        monkeypatch.setattr(sys, "stderr", screen.stream)
+        assert main(["plan", f"{user_module}:build", "--hw", "emulated-4m-64m", "--table"], planner=planner) == 0
+        assert "planning" in screen.end()
+        assert screen.screen() == ["building", ""]
+    assert capsys.readouterr().out == render(gpt_plan()) + "\n"
+
+
+def test_an_interrupt_clears_the_line_and_says_so(user_module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planner(*_: Any, **__: Any) -> ir.Plan:
+        stage("planning, which takes a while")
+        raise KeyboardInterrupt
+
+    with terminal() as screen:
+        monkeypatch.setattr(sys, "stderr", screen.stream)
+        assert main(["plan", f"{user_module}:build", "--hw", "emulated-4m-64m"], planner=planner) == 130
+        assert screen.screen() == ["building", "interrupted", ""]

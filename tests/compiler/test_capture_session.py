@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from progress_recorder import Recorder
 from torch import nn
 
 import chunkc
@@ -12,6 +13,7 @@ from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.graph_set import RecordedGraph
 from chunkc.errors import ChunkcError
+from chunkc.progress import observed_by
 
 HW = "emulated-64m-64m"
 
@@ -80,3 +82,35 @@ def test_an_entry_does_not_keep_its_model() -> None:
         gc.collect()
     with pytest.raises(ChunkcError, match="deleted before its forward or backward ran"):
         entries[0].forward([])
+
+
+def test_the_first_forward_tells_what_it_does_and_later_ones_do_nothing() -> None:
+    recorder = Recorder()
+    with observed_by(recorder):
+        losses(chunkc.compile(Layers(), HW, dtype=torch.float32, backend="eager"))
+    texts = list(recorder.texts)
+    steps = [
+        "capturing the forward",
+        "tracing forward and backward",
+        "planning",
+        "verifying the plan",
+        "compiling 0/2 different segments",
+        "putting the segments together",
+        "moving the parameters into chunks",
+    ]
+    assert [text for text in texts if text in steps] == steps
+    assert set(texts) - set(steps) <= {"compiling 1/2 different segments", "compiling the update of optimizer states"}
+
+
+def test_graphs_of_a_forward_that_breaks_are_counted() -> None:
+    class Breaks(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(torch.tanh(hidden)).square().mean()
+
+    recorder = Recorder()
+    with observed_by(recorder):
+        losses(chunkc.compile(Breaks(), HW, dtype=torch.float32, backend="eager"))
+    planned = [text for text in recorder.texts if text.endswith("verifying the plan")]
+    assert planned == ["graph 1 of 2: verifying the plan", "graph 2 of 2: verifying the plan"]

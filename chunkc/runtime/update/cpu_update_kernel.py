@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from chunkc._torch_compat.inductor import LoopUnavailable, cpp_library, inductor_loop
+from chunkc.progress import stage
 from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Sqrt, UpdateRule
 
 EAGER_TILE_NUMEL = 64 * 1024
@@ -48,6 +49,7 @@ def host_kernel(
     rule: UpdateRule, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, is_parallel: bool
 ) -> Kernel:
     """The kernel for these dtypes; eager, with a line of the log, without a compiler or its exact bits."""
+    stage("compiling the update of optimizer states")
     num_lists = 1 + len(rule.states.names)
     examples = [torch.ones(4096, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
     examples = [examples[0].to(gradient_dtype), *examples[1:], _arbitrary_coefficients()]
