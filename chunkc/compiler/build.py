@@ -197,7 +197,8 @@ def _first(names: Sequence[str]) -> str:
 def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
     """Return what chooses activation budgets; None, which keeps all, if asked for.
 
-    Without the machine's rates it recomputes no more than it takes to fit, and moves nothing that recomputing spares.
+    Without the machine's rates it keeps what fits, if need be in another layout than the one that there is, and moves
+    nothing that recomputing spares.
     """
     if request.options.activations == "recompute":
         return lambda _: (RECOMPUTE_ALL, "layers are computed again in backward, as asked for")
@@ -208,7 +209,12 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
 
     def plan_with(schedule: Schedule) -> Plan:
         schedule = with_norms(schedule) if request.options.tracks_grad_norm else schedule
-        return _plan(schedule, request.target, request, max_actions=SCREENING_ACTIONS).plan
+        try:
+            return _plan(schedule, request.target, request, max_actions=SCREENING_ACTIONS).plan
+        except BudgetError:
+            if request.layout is None or request.target.rates is not None:
+                raise
+            return _plan(schedule, request.target, request.in_new_layout()).plan
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
         choice = choose_budget(schedule_with, plan_with, request.target.rates)
