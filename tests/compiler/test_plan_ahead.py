@@ -200,5 +200,5 @@ def test_the_log_says_what_was_captured_and_planned(caplog: pytest.LogCaptureFix
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("captured ") and second.startswith(f"planned {plan.digest()} in ")
     names = [stage.name for stage in plan.stages]
-    assert names[:5] == ["dynamo", "aot_autograd", "partition", "schedule", "liveness"] and names[-1] == "verify"
+    assert names[:5] == ["dynamo", "aot_autograd", "partition", "schedule", "offload"] and names[-1] == "verify"
     assert all(stage.elapsed_ms >= 0 for stage in plan.stages)

@@ -45,6 +45,6 @@ def test_arrows_lead_from_the_end_of_a_copy_to_the_segment_that_waits_for_it(nam
         sources = [s["name"] for s in slices if s["tid"] == start["tid"] and is_near(s["ts"] + s["dur"], start["ts"])]
         targets = [s["name"] for s in slices if s["tid"] == end["tid"] and is_near(s["ts"], end["ts"])]
         assert start["ts"] <= end["ts"] and any(name.startswith("run ") for name in targets)
-        assert any(name.startswith(("fetch ", "gather ")) for name in sources)
+        assert any(name.startswith(("fetch ", "gather ", "reload ")) for name in sources)
     waits = sum(a.op == "run" and any(w[0] in "fb" for w in a.waits) for p in plan.programs for a in p.actions)
     assert bool(arrows["s"]) == bool(waits)

@@ -29,7 +29,7 @@ BUDGETS: list[Mutation] = [
      (r"backward b3 `run bwd\.1", "5612 bytes", "budget of 2000")),
     ("host over budget", lambda: evicting().but(host_budget=3071), ("3072 host bytes", "host budget is 3071")),
     ("host bytes misstated", lambda: _memory(evicting(), host_nbytes=3000),
-     ("memory states 3000 host bytes", "homes take 3072")),
+     ("memory states 3000 host bytes", "homes and copies take 3072")),
     ("arena misstated", lambda: _memory(evicting(), arena_nbytes=500),
      ("memory states an arena of 500 bytes, the layout 512",)),
     ("non-model bytes misstated", lambda: _memory(evicting(), nonmodel_nbytes=999),
