@@ -87,8 +87,8 @@ class Adviser:
                 break
             best = _tokens_per_s(answer)
         if scenario.recompute is Recompute.NONE:
-            other = replace(scenario, recompute=Recompute.FULL)
-            yield self._compared("recompute full", self._try(other))
+            other = replace(scenario, recompute=Recompute.FULL, activations="recompute")
+            yield self._compared("--activations recompute", self._try(other))
 
     def _less_memory(self, scenario: Scenario) -> Iterator[Advice]:
         """The least device memory, as the refusal of a device without any names it."""
@@ -123,7 +123,10 @@ class Adviser:
         if shortage.moment == "host" and shortage.missing_nbytes > scenario.hw.gpu_memory_nbytes:
             return  # smaller activations leave no more than that for optimizer states
         if scenario.recompute is Recompute.NONE:
-            yield self._compared("recompute full", self._try(replace(scenario, recompute=Recompute.FULL)))
+            yield self._compared(
+                "--activations recompute",
+                self._try(replace(scenario, recompute=Recompute.FULL, activations="recompute")),
+            )
         batch = scenario.batch
         while batch > 1:
             batch //= 2

@@ -1,6 +1,6 @@
 """``chunkc compare``: other systems, modelled, beside chunkc's plan of a model on a machine.
 
-All of them get the same operators and the same rates. ``--recompute auto`` holds for each by itself: layers are
+All of them get the same operators and the same rates. ``--activations auto`` holds for each by itself: layers are
 computed again where the model does not fit otherwise.
 """
 

@@ -17,13 +17,14 @@ from typing import Any, Final
 from chunkc.cli.advice import missing
 from chunkc.cli.options import DTYPES, MAX_RANKS, MAX_SEQUENCE, positive, up_to
 from chunkc.cli.output import show, tell
+from chunkc.cli.subjects import add_activations
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.progress import within
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import duration
 from chunkc.scenarios.models import FAMILIES, Transformer, family
-from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.scenario import RECOMPUTATION, Answer, Scenario, Scenarios
 
 HELP = "the largest built-in model and batch that fit a machine and meet a bar of throughput"
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -35,12 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=up_to(MAX_SEQUENCE), metavar="N", help="tokens of a sequence (default: 1024)")
     parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="compute dtype (default: auto)")
-    parser.add_argument(
-        "--recompute",
-        choices=[str(choice) for choice in Recompute],
-        default=str(Recompute.FULL),
-        help="as for `chunkc plan` (default: full, which the largest models need)",
-    )
+    add_activations(parser, "recompute")
     bar = parser.add_mutually_exclusive_group()
     bar.add_argument("--min-tflops", type=positive, metavar="X", help="of each rank, recomputation not counted")
     bar.add_argument("--min-tokens-per-s", type=positive, metavar="X", help="of all ranks together")
@@ -66,7 +62,8 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         Hardware.of(args.hw),
         batch=1,
         sequence=args.seq or smallest.default_sequence,
-        recompute=Recompute(args.recompute),
+        recompute=RECOMPUTATION[args.activations],
+        activations=args.activations,
         dtype=DTYPES[args.dtype],
         world_size=args.world_size,
     )

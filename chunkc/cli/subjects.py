@@ -18,7 +18,7 @@ from chunkc.errors import BudgetError, ChunkcError
 from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
-from chunkc.passes import ACTIVATIONS
+from chunkc.passes import ACTIVATIONS, Activations
 from chunkc.report import Plan
 from chunkc.runtime.update.rules import OPTIMIZERS
 from chunkc.scenarios.models import (
@@ -26,10 +26,9 @@ from chunkc.scenarios.models import (
     FAMILIES,
     Transformer,
     built_in,
-    checkpoint_layers,
     from_config_file,
 )
-from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios, policies, priced
+from chunkc.scenarios.scenario import RECOMPUTATION, Answer, Scenario, Scenarios, policies, priced
 
 MODEL_HELP: Final = (
     "a built-in model (gpt-10b, bert-18b, ...), the path of a Hugging Face config.json, or module:function, which "
@@ -76,20 +75,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         "--seq", type=up_to(MAX_SEQUENCE), metavar="N", help="tokens of a sequence (default: 1024 at most)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="compute dtype (default: auto)")
-    parser.add_argument(
-        "--recompute",
-        choices=[str(choice) for choice in Recompute],
-        default=str(Recompute.AUTO),
-        help="compute every layer again in backward instead of keeping its activations; auto: only if the model does "
-        "not fit otherwise (default: auto)",
-    )
-    parser.add_argument(
-        "--activations",
-        choices=ACTIVATIONS,
-        default="auto",
-        help="what forward saves for backward is kept, computed again, or goes to host memory until then; auto: what "
-        "is fastest of what --recompute leaves open (default: auto)",
-    )
+    add_activations(parser, "auto")
     parser.add_argument(
         "--clip",
         action=argparse.BooleanOptionalAction,
@@ -101,12 +87,14 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-size", type=chunk_size, default="auto", metavar="N", help="elements (default: auto)")
 
 
-def _recompute(args: argparse.Namespace) -> Recompute:
-    """Whether layers are computed again; ``--activations`` says it where ``--recompute`` does not."""
-    asked = Recompute(args.recompute)
-    if asked is not Recompute.AUTO or args.activations == "auto":
-        return asked
-    return Recompute.FULL if args.activations == "recompute" else Recompute.NONE
+def add_activations(parser: argparse.ArgumentParser, default: Activations) -> None:
+    parser.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default=default,
+        help="what forward saves for backward is kept, computed again, or goes to host memory until then; auto: what "
+        f"is fastest (default: {default})",
+    )
 
 
 def transformer_of(name: str) -> Transformer | None:
@@ -134,7 +122,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         Hardware.of(args.hw),
         batch=args.batch or 1,
         sequence=args.seq or model.default_sequence,
-        recompute=_recompute(args),
+        recompute=RECOMPUTATION[args.activations],
         activations=args.activations,
         dtype=DTYPES[args.dtype],
         world_size=args.world_size,
@@ -176,10 +164,7 @@ def _without_torch_errors() -> Iterator[None]:
 def title_of(args: argparse.Namespace, answer: Answer) -> str:
     if answer.scenario is None:
         return str(args.model) if answer.plan is None else f"{answer.plan.model} ({args.model})"
-    if args.recompute != Recompute.AUTO or args.activations != "auto":
-        return str(answer.scenario)
-    needs_it = answer.scenario.recompute is Recompute.FULL
-    return f"{answer.scenario} ({'auto: it does not fit without' if needs_it else 'auto'})"
+    return str(answer.scenario) if args.activations != "auto" else f"{answer.scenario} (auto)"
 
 
 def is_plan_file(path: str) -> bool:
@@ -197,8 +182,8 @@ def refuse_model_options(args: argparse.Namespace) -> None:
     """Refuse the options by which a model is planned, since ``args`` name a plan."""
     parser = argparse.ArgumentParser()
     add_training_options(parser)
-    names = ("world_size", "batch", "seq", "dtype", "recompute", "clip", "policy", "chunk_size", "accumulate", "shard")
-    for name in (*names, "activations", "optimizer"):
+    names = ("world_size", "batch", "seq", "dtype", "activations", "clip", "policy", "chunk_size", "accumulate")
+    for name in (*names, "shard", "optimizer"):
         if getattr(args, name) != parser.get_default(name):
             option = "--" + name.replace("_", "-")
             raise ChunkcError(f"{option} is for planning, and {args.model} is a plan already: leave it out")
@@ -209,14 +194,7 @@ def _of_function(args: argparse.Namespace) -> Answer:
         if getattr(args, option) is not None:
             given = f"--no-{option}" if getattr(args, option) is False else f"--{option}"
             raise ChunkcError(f"{given} is for built-in models and config.json; {args.model} {_BRINGS[option]}")
-    if args.recompute == Recompute.NONE:
-        raise ChunkcError(
-            f"--recompute none is for built-in models and config.json: planning decides what {args.model} computes "
-            "again; leave it out"
-        )
     model, example_inputs = model_and_inputs(args.model)
-    if args.recompute == Recompute.FULL:
-        checkpoint_layers(model, args.model)
     options = {"hw": args.hw, "dtype": DTYPES[args.dtype], "chunk_size": args.chunk_size}
     options["world_size"] = args.world_size
     if args.accumulate > 1:

@@ -51,6 +51,12 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+RECOMPUTATION: Final[Mapping[Activations, Recompute]] = MappingProxyType(
+    {"auto": Recompute.AUTO, "keep": Recompute.NONE, "recompute": Recompute.FULL, "offload": Recompute.NONE}
+)
+"""Whether layers are computed again, by the choice for all activations."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One question: a model that is trained on a machine.

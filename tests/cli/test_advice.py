@@ -69,7 +69,7 @@ def test_larger_batches_are_tried_as_long_as_they_pay() -> None:
     assert [found.gain for found in faster] == pytest.approx([(b / (10 + b)) / (4 / 14) for b in (8, 16, 32)])
     assert all(found.helps for found in faster)
     assert faster[2].effect == "fits: step 42.000 ms, 12,190 tokens/s, 2.67 times as many"
-    assert (again.change, again.helps) == ("recompute full", False)
+    assert (again.change, again.helps) == ("--activations recompute", False)
 
 
 def test_a_larger_batch_that_is_slower_ends_it() -> None:
@@ -97,7 +97,7 @@ def test_missing_host_memory_is_tried_and_batches_are_not() -> None:
 def test_batches_are_tried_where_the_device_could_hold_what_the_host_does_not() -> None:
     """Smaller activations leave room on the device for optimizer states."""
     _, *others = advise(Machine(host_nbytes=250 * GIB))
-    assert [found.change for found in others] == ["recompute full", "batch 2", "batch 1"]
+    assert [found.change for found in others] == ["--activations recompute", "batch 2", "batch 1"]
 
 
 def test_missing_host_memory_of_one_rank_is_that_of_its_node() -> None:
@@ -119,7 +119,7 @@ def test_missing_device_memory_is_tried_with_recomputing_and_smaller_batches() -
     machine = Machine(device_nbytes_per_sample=20 * GIB)
     memory, again, *smaller = advise(machine)
     assert (memory.change, memory.helps) == ("80.00 GiB of device memory", True)
-    assert (again.change, again.helps) == ("recompute full", False)
+    assert (again.change, again.helps) == ("--activations recompute", False)
     assert [(found.change, found.helps) for found in smaller] == [("batch 2", False), ("batch 1", True)]
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_begun_that_might_not_end_in_time() -> None:
     assert machine.asked == []
     assert [(a.change, a.effect, a.helps) for a in found] == [
         ("batch 8", "not tried: the time is over", None),
-        ("recompute full", "not tried: the time is over", None),
+        ("--activations recompute", "not tried: the time is over", None),
     ]
 
 

@@ -49,7 +49,6 @@ BAD_OPTIONS = [
     (["--hw", f"v100-{DIGITS}g"], "is no size"),
     (["--hw", "-1xv100"], "expected one argument"),
     (["--batch", "2"], "--batch is for built-in models and config.json"),
-    (["--recompute", "none"], "--recompute none is for built-in models and config.json"),
 ]
 
 # A model, or another command, and what is said.
@@ -69,7 +68,7 @@ BAD_LINES = [
     (["simulate", "plan.json", "--optimizer", "lion"], "--optimizer is for planning"),
     (["simulate", "plan.json", "--dtype", "float16"], "--dtype is for planning"),
     (["simulate", "plan.json", "--chunk-size", "7"], "--chunk-size is for planning"),
-    (["simulate", "plan.json", "--recompute", "full"], "--recompute is for planning"),
+    (["simulate", "plan.json", "--activations", "recompute"], "--activations is for planning"),
     (["explain", "missing.json"], "cannot read missing.json"),
     (["explain", "."], "cannot read ."),
     (["frontier", "--min-tflops", "abc"], "'abc' is not a positive number"),

@@ -17,7 +17,7 @@ def test_all_policies_stand_side_by_side(
     (tmp_path / "tiny").mkdir()
     config = json.dumps({**TINY_GPT.config, "architectures": ["GPT2LMHeadModel"]})
     (tmp_path / "tiny" / "config.json").write_text(config)
-    command = ["compare", "tiny/config.json", "--hw", "v100-240g", "--batch", "4", "--recompute", "full"]
+    command = ["compare", "tiny/config.json", "--hw", "v100-240g", "--batch", "4", "--activations", "recompute"]
     assert main([*command, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     rows = {row["policy"]: row for row in data["policies"]}
@@ -35,7 +35,7 @@ def test_all_policies_stand_side_by_side(
 
 def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     # 16 bytes a parameter are 17 GiB of host memory, 12 for the triples alone 12.4.
-    assert main(["compare", "gpt-1b", "--hw", "v100-8g", "--batch", "1", "--recompute", "full"]) in (0, 1)
+    assert main(["compare", "gpt-1b", "--hw", "v100-8g", "--batch", "1", "--activations", "recompute"]) in (0, 1)
     told = capsys.readouterr().out
     assert "zero-offload does not fit: host memory of a rank: 16.6 GiB needed, 4.0 GiB there" in told
 

@@ -162,7 +162,7 @@ def test_json_of_a_machine_without_rates(tiny: str, capsys: pytest.CaptureFixtur
 
 
 def test_memory_that_misses_is_named_and_is_enough(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", tiny, "--batch", "2", "--recompute", "none", "--no-advice"]
+    command = ["plan", tiny, "--batch", "2", "--activations", "keep", "--no-advice"]
     assert main([*command, "--hw", "emulated-1k-64m"]) == 1
     assert "does not fit" in out_of(capsys).splitlines()[0]
     assert main([*command, "--hw", "emulated-1k-64m", "--json"]) == 1
@@ -173,12 +173,12 @@ def test_memory_that_misses_is_named_and_is_enough(tiny: str, capsys: pytest.Cap
     kib = -(-found["min_device_nbytes"] // 1024)
     assert main([*command, "--hw", f"emulated-{kib}k-64m", "--json"]) == 0
     assert json.loads(out_of(capsys))["device_peak_nbytes"] <= kib * 1024
-    assert main(["simulate", tiny, "--hw", "emulated-1k-64m", "--recompute", "none"]) == 1
+    assert main(["simulate", tiny, "--hw", "emulated-1k-64m", "--activations", "keep"]) == 1
 
 
 @pytest.mark.slow
 def test_advice_is_what_another_call_finds(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", tiny, "--hw", "v100-240g", "--recompute", "full", "--json"]
+    command = ["plan", tiny, "--hw", "v100-240g", "--activations", "recompute", "--json"]
     assert main([*command, "--batch", "2"]) == 0
     advice = {found["change"]: found for found in json.loads(out_of(capsys))["advice"]}
     assert main([*command, "--batch", "4", "--no-advice"]) == 0
@@ -196,7 +196,7 @@ def test_several_ranks_are_told(tiny: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_nodes_that_have_all_of_the_model_data(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [tiny, "--hw", "4x2xv100-240g", "--recompute", "none", "--no-advice", "--json"]
+    command = [tiny, "--hw", "4x2xv100-240g", "--activations", "keep", "--no-advice", "--json"]
     found, plans = [], []
     for shard in ("all", "node"):
         assert main(["plan", *command, "--shard", shard, "--save", f"{shard}.json"]) == 0
@@ -262,7 +262,7 @@ def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[st
         ("a100-40g-1024g", ["--clip"], True),
     ):
         assert (
-            main(["plan", tiny, "--hw", hw, "--recompute", "none", "--no-advice", "--save", "plan.json", *extra]) == 0
+            main(["plan", tiny, "--hw", hw, "--activations", "keep", "--no-advice", "--save", "plan.json", *extra]) == 0
         )
         out_of(capsys)
         assert Plan.load("plan.json").tracks_grad_norm == waits, (hw, extra)
@@ -272,7 +272,7 @@ def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[st
 
 def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As many tokens as micro-batches, one step; gradients take host memory. Only chunkc plans them."""
-    command = [tiny, "--hw", "v100-240g", "--batch", "2", "--recompute", "none", "--no-advice", "--json"]
+    command = [tiny, "--hw", "v100-240g", "--batch", "2", "--activations", "keep", "--no-advice", "--json"]
     found = []
     for extra in ([], ["--accumulate", "4", "--save", "plan.json"]):
         assert main(["plan", *command, *extra]) == 0
@@ -285,7 +285,7 @@ def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[s
     assert main(["explain", "plan.json", "--full"]) == 0
     text = out_of(capsys)
     assert "program accumulate (role backward)" in text and re.search(r"add c\d+ of bwd", text)
-    assert main(["plan", tiny, "--hw", "2xv100-240g", "--accumulate", "2", "--recompute", "none", "--no-advice"]) == 0
+    assert main(["plan", tiny, "--hw", "2xv100-240g", "--accumulate", "2", "--activations", "keep", "--no-advice"]) == 0
     assert out_of(capsys)
     with pytest.raises(SystemExit):
         main(["compare", tiny, "--accumulate", "2"])
