@@ -30,6 +30,8 @@ RECOMPUTE_ALL = 0.0
 BUDGETS = (0.75, 0.5, 0.25, RECOMPUTE_ALL)
 WORTH_TRYING = 0.03
 """Share of the step that is not computation, which recomputing cannot shorten: below it no other budget is tried."""
+WORTH_REFUSING = 0.1
+"""Share of device memory that a budget must save to be refused instead of ``KEEP_ALL``, which may yet fit as fused."""
 MANY_OPERATORS = 6000
 """Operators of forward and backward beyond which a partition takes seconds: two budgets beside the ends are tried."""
 
@@ -144,8 +146,8 @@ class _Trial:
         """The fastest candidate by more than the simulator can tell apart, then the largest budget."""
         fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: -c.budget)
         if not fitting:
-            lacks_device = all(c.least_nbytes for c in self.candidates)
-            return min(self.candidates, key=lambda c: c.least_nbytes) if lacks_device else self.candidates[0]
+            first, least = self.candidates[0], min(self.candidates, key=lambda c: c.least_nbytes)
+            return least if 0 < least.least_nbytes < first.least_nbytes * (1 - WORTH_REFUSING) else first
         best = fitting[0]
         for candidate in fitting[1:]:
             if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):
