@@ -6,7 +6,7 @@ budget*, the share of layers that keep their activations, the joint graph is par
 and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
 
     keep all ─ fits, and nothing is to gain ──────────────────────────────────────── keep all
-        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0, then halves) ─ the fastest, else the largest
+        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0 and 0.5) ─ the fastest, else the largest
                                                       nothing fits ─ the one that needs least device memory
 """
 
@@ -32,8 +32,10 @@ RECOMPUTE_ALL = 0.0
 BUDGETS = (0.75, 0.5, 0.25, RECOMPUTE_ALL)
 WORTH_TRYING = 0.03
 """Share of the step that is not computation, which recomputing cannot shorten: below it no other budget is tried."""
+WORTH_REFUSING = 0.1
+"""Share of device memory that a budget must save to be refused instead of ``KEEP_ALL``, which may yet fit as fused."""
 MANY_OPERATORS = 6000
-"""Operators of forward and backward beyond which a partition takes seconds: two budgets beside the ends are tried."""
+"""Operators of forward and backward beyond which a partition takes seconds: three budgets are tried in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def choose_budget(
         return BudgetChoice(KEEP_ALL, (first,))
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
     if is_large:
-        trial.halve()
+        trial.try_ends()
     else:
         trial.descend()
     return BudgetChoice(trial.best().budget, tuple(trial.candidates))
@@ -130,25 +132,17 @@ class _Trial:
             if misses == 2 or (self.rates is None and candidate.fits):
                 break
 
-    def halve(self) -> None:
-        """Try the ends, then the middle of those that the better two enclose, and once more."""
-        low, high = self.price(RECOMPUTE_ALL), self.candidates[0]
-        for _ in range(2):
-            if not low.fits:
-                break
-            middle = self.price((low.budget + high.budget) / 2)
-            low, high = (middle, high) if self._is_better(middle, low) else (low, middle)
-
-    def _is_better(self, candidate: BudgetCandidate, than: BudgetCandidate) -> bool:
-        """Whether a larger budget is to be preferred."""
-        return candidate.fits and candidate.step_ms <= than.step_ms
+    def try_ends(self) -> None:
+        """Try to recompute all, and half where that fits."""
+        if self.price(RECOMPUTE_ALL).fits:
+            self.price((RECOMPUTE_ALL + KEEP_ALL) / 2)
 
     def best(self) -> BudgetCandidate:
         """The fastest candidate by more than the simulator can tell apart, then the largest budget."""
         fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: -c.budget)
         if not fitting:
-            lacks_device = all(c.least_nbytes for c in self.candidates)
-            return min(self.candidates, key=lambda c: c.least_nbytes) if lacks_device else self.candidates[0]
+            first, least = self.candidates[0], min(self.candidates, key=lambda c: c.least_nbytes)
+            return least if 0 < least.least_nbytes < first.least_nbytes * (1 - WORTH_REFUSING) else first
         best = fitting[0]
         for candidate in fitting[1:]:
             if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):

@@ -28,7 +28,7 @@ from chunkc.progress import stage
 
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
-SCREENING_ACTIONS = 150_000
+SCREENING_ACTIONS = 60_000
 """As many where schedules are compared, of which one is then searched in full."""
 NUM_SCALES = 5
 """Widths of a step from one count or share to another, each half of the one before, for counts at least 1."""

@@ -219,7 +219,12 @@ class _GraphCapture:
         options: Mapping[str, Any],
         budget: float,
     ) -> Schedule:
-        """The schedule of a copy of ``joint`` partitioned with a budget; ``tried`` keeps both graphs."""
+        """The schedule of a copy of ``joint`` partitioned with a budget.
+
+        ``tried`` keeps both graphs of it, and of the budget that keeps all: of large models each takes much memory.
+        """
+        for other in [b for b in tried if b != _KEEP_ALL]:
+            del tried[other]
         tried[budget] = self._partition(copied(joint), inputs, {**options, "keep": budget})
         forward, backward = map(copied, tried[budget])
         return self._build(forward, backward, options["num_fwd_outputs"]).schedule
