@@ -105,27 +105,27 @@ def make_fitting_plan(
 ) -> Planned:
     """As `make_plan`; where that does not fit, some layers move what they save to the host.
 
-    They do where the options leave it open: the error is then of the least device memory. Where the options say
-    otherwise, the error says whether moving would do.
+    They do where the options leave it open, and the machine's rates are known; where the options say otherwise, the
+    error says whether moving would do.
     """
     try:
         return make_plan(schedule, target, options, layout=layout, passes=passes, check=check)
     except BudgetError as error:
-        if options.moved_share or options.fixed_moves or options.activations == "offload":
+        is_open = options.activations == "auto" and target.rates is not None
+        is_asked = options.activations in ("keep", "recompute")
+        if options.moved_share or options.fixed_moves or not (is_open or is_asked):
             raise
-        fitting, least = None, error
+        fitting = None
         for share in MOVED_SHARES:
             moving = replace(options, moved_share=share)
             try:
                 fitting = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
-            except BudgetError as refusal:
-                lacks_less = refusal.moment != Tier.HOST and refusal.min_device_nbytes < error.min_device_nbytes
-                least = refusal if fitting is None and lacks_less else error
+            except BudgetError:
                 break
-            if options.activations != "auto":
+            if is_asked:
                 raise _advised(error) from None
         if fitting is None:
-            raise (least if options.activations == "auto" else error) from None
+            raise
         return fitting
 
 

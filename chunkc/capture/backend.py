@@ -26,6 +26,7 @@ from chunkc._torch_compat.core import (
     mutated_inputs,
     num_forward_outputs,
     outputs_aliasing_inputs,
+    pytree,
     refuses_shared_inputs,
     refuses_shared_outputs,
     storage_address,
@@ -123,12 +124,13 @@ def capture_graph(
     examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
     handed_in = tensors.handed_in(examples)
     handed_ids = set(map(id, handed_in))
+    num_bases = return_bases(module)
     capture = _GraphCapture(
         tensors.infos,
         [tensors.index.get(id(e)) for e in examples],
         [i for i, e in enumerate(examples) if id(e) in tensors.casts],
         {i for i, e in enumerate(examples) if id(e) in handed_ids},
-        *(tracing, forward, backward, choose, evaluates),
+        *(tracing, forward, backward, choose, evaluates, _num_outputs(module)),
     )
     compile_with_aot = aot_backend(
         fw_compiler=capture.compile_forward,
@@ -137,7 +139,6 @@ def capture_graph(
         partition_fn=capture.partition,
         **tracing.rewrites(module),
     )
-    num_bases = return_bases(module)
     stage("tracing forward and backward")
     try:
         compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
@@ -168,6 +169,7 @@ class _GraphCapture:
     backward: BoxedCallable
     choose: BudgetChooser | None
     evaluates: bool
+    num_outputs: int
     _backward: GraphModule | None = None
     _backward_names: Sequence[str] = ()
     _names: Mapping[str, int] = field(default_factory=dict)
@@ -209,7 +211,15 @@ class _GraphCapture:
     def _partition(
         self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[GraphModule, GraphModule]:
-        return partition(joint, inputs, self._params_in(joint), is_merged=True, **options)
+        changing = self._changing_inputs(joint, options["num_fwd_outputs"])
+        return partition(joint, inputs, self._params_in(joint), changing=changing, is_merged=True, **options)
+
+    def _changing_inputs(self, joint: GraphModule, num_outputs: int) -> list[str]:
+        """Inputs but parameters that forward may change in place: it then has more outputs than Dynamo's graph."""
+        if num_outputs == self.num_outputs:
+            return []
+        inputs = zip(joint.graph.find_nodes(op="placeholder"), self.params, strict=False)
+        return [node.name for node, param in inputs if param is None]
 
     def _schedule_with(
         self,
@@ -301,6 +311,10 @@ def _build(
     device_type: str | None,
 ) -> Captured:
     return build(forward, backward, *facts, fuses=fuses, device_type=device_type)
+
+
+def _num_outputs(module: GraphModule) -> int:
+    return len(pytree.tree_leaves(module.graph.find_nodes(op="output")[0].args[0]))
 
 
 def _operator_names(module: GraphModule) -> list[str]:

@@ -89,14 +89,15 @@ def partition(
     params: Collection[Node],
     keep: float = 1.0,
     *,
+    changing: Collection[str] = (),
     is_merged: bool = False,
     **options: Any,
 ) -> tuple[GraphModule, GraphModule]:
     """Return forward and backward graphs of ``joint``, whose placeholders ``params`` are parameters.
 
     A share ``keep`` of the layers keeps the activations that the partitioner chooses (`recompute_layers`);
-    ``is_merged``: `merge_equal` was called. CaptureError when the partitioner saved a view or a cast of a parameter
-    all the same.
+    ``changing``: inputs by name that may hold something else when backward begins; ``is_merged``: `merge_equal` was
+    called. CaptureError when the partitioner saved a view or a cast of a parameter all the same.
     """
     names = {p.name for p in params}
     if not is_merged:
@@ -105,7 +106,7 @@ def partition(
     cone = param_cone(joint.graph, params)
     for node in cone - set(params):
         tag_must_recompute(node)
-    recompute_layers(joint.graph, cone, keep)
+    recompute_layers(joint.graph, cone, keep, changing)
     save_borders(joint.graph, cone)
     forward, backward = min_cut_partition(joint, inputs, **options)
     save_sizes(forward, backward)
@@ -136,12 +137,13 @@ def _undecided(layer_of: Mapping[Node, str]) -> list[str]:
     return [layer for layer in dict.fromkeys(layer_of.values()) if layer and layer not in decided]
 
 
-def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
+def recompute_layers(graph: Graph, cone: Collection[Node], keep: float, changing: Collection[str] = ()) -> None:
     """Have backward compute the inside of layers again: of a layer only what others read is saved.
 
     So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016), by which the
     model may recompute other layers. A share ``keep`` of the `recomputable_layers`, spread evenly, keep their
-    activations. ``cone``, of views and casts of parameters, is never saved.
+    activations. ``cone``, of views and casts of parameters, is never saved; results that read inputs in ``changing``
+    are, since a second computation would read what forward has left there.
     """
     layer_of = _forward_layers(graph, cone)
     again = {layer for i, layer in enumerate(_undecided(layer_of)) if int((i + 1) * (1 - keep)) > int(i * (1 - keep))}
@@ -156,6 +158,19 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
     for node, layer in layer_of.items():
         if layer in again and any(layer_of[user] != layer for user in node.users if user in layer_of):
             save_result(node, cone)
+    for node in _readers(graph, changing):
+        if layer_of.get(node) in again:
+            save_result(node, cone)
+
+
+def _readers(graph: Graph, names: Collection[str]) -> list[Node]:
+    """Return the operators that read placeholders ``names``, or views of them, and are no views."""
+    memory = {n for n in graph.find_nodes(op="placeholder") if n.name in names}
+    readers = []
+    for node in graph.nodes if memory else ():
+        if node.op == "call_function" and not memory.isdisjoint(node.all_input_nodes):
+            memory.add(node) if is_view(node) else readers.append(node)
+    return readers
 
 
 def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
