@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -198,3 +198,16 @@ class Timeline:
             live.append(LiveBytes(during, after, given, max(0, crossing)))
             alive -= deaths[position] - self._discounts[position]
         return live
+
+
+def at_most(estimate: Sequence[LiveBytes], alone: Sequence[LiveBytes]) -> list[LiveBytes]:
+    """``estimate`` of fused operators, and what crosses cuts, no higher than ``alone``, operators one by one."""
+    capped: list[LiveBytes] = []
+    left_nbytes = 0
+    for found, most in zip(estimate, alone, strict=True):
+        during = min(found.during_nbytes, most.during_nbytes)
+        after = min(found.after_nbytes, most.after_nbytes)
+        crossing = min(found.crossing_nbytes, left_nbytes, most.during_nbytes - during)
+        left_nbytes = most.after_nbytes - after
+        capped.append(replace(found, during_nbytes=during, after_nbytes=after, crossing_nbytes=crossing))
+    return capped
