@@ -64,9 +64,9 @@ _POINTWISE = frozenset(getattr(aten, name) for name in _POINTWISE_NAMES.split())
     prims.convert_element_type,
 }
 _SCATTERS = frozenset(
-    {aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate, aten.scatter, aten.scatter_add}
-    | {aten.scatter_reduce, aten.copy_, aten.index_add}
+    {aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate, aten.copy_, aten.index_add}
 )
+"""Those that write over what they are given; ``scatter`` and its kind make a copy of it first."""
 
 
 def kind_of(node: Node) -> Kind:

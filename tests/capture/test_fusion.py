@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from chunkc.capture.fusion import Fusion, Kind, kind_of
 from chunkc.capture.graphs import Captured
+from chunkc.capture.liveness import LiveBytes, at_most
 from chunkc.compiler.memory.inductor import source_footprint
 from chunkc.compiler.memory.iteration import iteration_bytes
 from chunkc.compiler.plan_ahead import capture_ahead
@@ -55,15 +56,20 @@ def test_what_no_kernel_writes_takes_no_memory() -> None:
 
 
 def test_what_crosses_a_cut_is_made() -> None:
-    """Behind sin a cut makes its value; the product's, which abs reads later, stays all the same."""
+    """Behind sin: its value, the product's, the input, and the output of the iteration before."""
     captured = capture_ahead(Chain(), None, (torch.zeros(ROWS, WIDTH),), "inductor")
     operators = captured.schedule.forward.operators
     index = next(i for i, op in enumerate(operators) if op.target == "aten.mul.Tensor")
-    assert operators[index].crossing_nbytes == NBYTES
     costs = analyse(captured.schedule).costs[0]
     whole, cut = segment_costs(costs, [0]), segment_costs(costs, [0, index])
-    assert cut[0][0] >= costs.live_after[index - 1] + NBYTES
+    assert operators[index].live_nbytes < cut[0][0] == 4 * NBYTES
     assert cut[1][0] >= max(live for live, _ in whole)
+
+
+def test_an_estimate_is_at_most_what_operators_one_by_one_take() -> None:
+    estimate = [LiveBytes(90, 80), LiveBytes(110, 100, 7, 50), LiveBytes(60, 50, 0, 50)]
+    alone = [LiveBytes(100, 95), LiveBytes(100, 100), LiveBytes(100, 50)]
+    assert at_most(estimate, alone) == [LiveBytes(90, 80), LiveBytes(100, 100, 7, 0), LiveBytes(60, 50, 0, 0)]
 
 
 def test_operators_one_by_one_count_all_their_values() -> None:
