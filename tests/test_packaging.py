@@ -66,7 +66,7 @@ def test_what_an_index_shows(unpacked: Path) -> None:
 def test_only_the_extra_and_the_tests_take_triton(unpacked: Path) -> None:
     needed = facts((unpacked / "PKG-INFO").read_text(encoding="utf-8")).get_all("Requires-Dist", [])
     plain = {re.split(r"[^\w-]", line)[0] for line in needed if "extra ==" not in line}
-    assert plain == {"torch", "numpy", "safetensors", "psutil", "tabulate", "nvidia-ml-py"}
+    assert plain == {"torch", "numpy", "safetensors", "psutil", "tabulate", "tqdm", "nvidia-ml-py"}
     triton = [line for line in needed if line.startswith("triton")]
     assert {re.findall(r"extra == [\"'](\w+)", line)[0] for line in triton} == {"dev", "triton"}
 

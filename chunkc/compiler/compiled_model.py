@@ -147,19 +147,25 @@ class CompiledModel:
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_break: bool = True) -> Any:
         self.session.started_s, runtime = time.perf_counter(), self.runtime
         try:
-            with shown(is_first_rank=runtime.ranks.is_first), capture_settings(), runtime.parameters.entering():
+            with capture_settings(), runtime.parameters.entering():
                 signature = signature_of(self._model, args, kwargs)
-                if not may_break:
-                    return self._enter_whole(signature, args, kwargs)
-                places = self._floats.changed(args, kwargs) if signature.numbers else ()
-                if places:
-                    return self._enter_with_floats(FloatCall.of(places, args, kwargs), args, kwargs)
-                return self._enter(signature, args, kwargs)
+                if signature in self.session.shapes:
+                    return self._enter_as(signature, args, kwargs, may_break=may_break)
+                with shown(is_first_rank=runtime.ranks.is_first):
+                    return self._enter_as(signature, args, kwargs, may_break=may_break)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):
                 raise inner.with_traceback(None) from None
             raise
+
+    def _enter_as(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_break: bool) -> Any:
+        if not may_break:
+            return self._enter_whole(signature, args, kwargs)
+        places = self._floats.changed(args, kwargs) if signature.numbers else ()
+        if places:
+            return self._enter_with_floats(FloatCall.of(places, args, kwargs), args, kwargs)
+        return self._enter(signature, args, kwargs)
 
     def _enter_with_floats(self, call: FloatCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As one graph for any value of the floats that change, or else one for each value."""

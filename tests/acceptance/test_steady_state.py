@@ -35,7 +35,8 @@ def test_stats_offer_what_they_promise() -> None:
     found = chunkc.stats(twins.model)
     moved = {f"{planned}{stream}_nbytes" for planned in ("", "planned_") for stream in ("h2d", "d2h", "comm")}
     memory = {"budget_nbytes", "planned_peak_nbytes", "measured_peak_nbytes", "host_nbytes", "model_data_nbytes"}
-    assert set(found) == moved | memory | {"num_foreign_steps"} | set(COUNTS)
+    saved = {"saved_nbytes", "moved_saved_nbytes"}
+    assert set(found) == moved | memory | saved | {"num_foreign_steps"} | set(COUNTS)
     assert all(type(value) is int and value >= 0 for value in found.values())
     assert found["model_data_nbytes"] >= sum(p.numel() for p in twins.plain.parameters() if p.requires_grad) * 16
     assert found["budget_nbytes"] == 96 << 10

@@ -23,6 +23,7 @@ from chunkc.passes.lower import lower
 from chunkc.passes.segments import segment_costs
 
 ROWS, WIDTH = 256, 64
+GPU = (8, 0)
 NBYTES = ROWS * WIDTH * 4
 
 
@@ -217,7 +218,7 @@ def test_the_estimate_is_near_what_inductor_allocates(name: str, device_type: st
     if device_type == "cuda":
         pytest.importorskip("triton")
     make, batch = MODELS[name]
-    captured = capture_ahead(make(), torch.bfloat16, batch(), "inductor", is_for_gpu=device_type == "cuda")
+    captured = capture_ahead(make(), torch.bfloat16, batch(), "inductor", gpu=GPU if device_type == "cuda" else None)
     costs = analyse(captured.schedule).costs
     estimated = max(live for graph in costs for live, _ in segment_costs(graph, [0]))
     assert 0.95 <= estimated / allocated_nbytes(captured, device_type) <= 1.15

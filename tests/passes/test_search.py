@@ -167,10 +167,9 @@ def test_a_candidate_that_does_not_fit_is_listed_and_passed_over() -> None:
     assert len(search.tried) == len({c.options for c in search.tried}), "each is tried once"
 
 
-def test_a_large_model_stops_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_stops_the_search() -> None:
     first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
-    monkeypatch.setattr("chunkc.passes.search.MAX_ACTIONS", 1)
-    search = searching(lambda options: first)
+    search = replace(searching(lambda options: first), max_actions=1)
     search.run(first)
     assert len(search.tried) == 1
 

@@ -145,7 +145,8 @@ class ModelRuntime:
 
     def forward(self, executor: Executor, args: list[Any], held: Held) -> list[Any]:
         """Run a forward program from wherever the last call left the model; RankError when ranks differ."""
-        program, copies = self.state.forward_program(executor), self.accounting.copies.begin(executor.plan)
+        program = self.state.forward_program(executor)
+        copies = self.accounting.copies.begin(executor.plan) if executor.plan.moves else None
         executor.agree(Kind.FORWARD, program)
 
         def run() -> list[Any]:
