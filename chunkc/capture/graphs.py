@@ -14,7 +14,7 @@ from chunkc._torch_compat.core import pytree
 from chunkc._torch_compat.partitioning import operator_of
 from chunkc._torch_compat.symbolic import hint_of
 from chunkc.capture.bundles import Bundle, CapturedGraph
-from chunkc.capture.liveness import LiveBytes, Timeline, at_most, storages
+from chunkc.capture.liveness import LiveBytes, Timeline, lower_peak, storages
 from chunkc.capture.partition import module_path, param_cone
 from chunkc.capture.saved_values import find_saved, source_line
 from chunkc.capture.symbolic import Sizes, Specialisation, size_inputs, state_sizes
@@ -162,7 +162,7 @@ def build(
     timeline = Timeline(fwd, bwd, user)
     live = timeline.live_bytes()
     if fuses:
-        live = at_most(Timeline(fwd, bwd, user, fuses=True, device_type=device_type or "cpu").live_bytes(), live)
+        live = lower_peak(Timeline(fwd, bwd, user, fuses=True, device_type=device_type or "cpu").live_bytes(), live)
     split = len(fwd.bundles)
     computed = {n.name for b in bwd.bundles for n in b.nodes}
     dropped = [infos[param].name for name, param in made.items() if name not in computed]
