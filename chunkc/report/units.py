@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 
-ESTIMATE_NOTE = "activations are an estimate with a margin: compile reads them from compiled code"
+ESTIMATE_NOTE = "activations are estimated, with a margin: compile reads compiled code"
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
