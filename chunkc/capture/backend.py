@@ -215,7 +215,10 @@ class _GraphCapture:
         return partition(joint, inputs, self._params_in(joint), changing=changing, is_merged=True, **options)
 
     def _changing_inputs(self, joint: GraphModule, num_outputs: int) -> list[str]:
-        """Inputs but parameters that forward may change in place: it then has more outputs than Dynamo's graph."""
+        """Return inputs, but parameters, that forward may change in place.
+
+        Only then has it more outputs than Dynamo's graph.
+        """
         if num_outputs == self.num_outputs:
             return []
         inputs = zip(joint.graph.find_nodes(op="placeholder"), self.params, strict=False)
