@@ -32,6 +32,8 @@ from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Activations, PlanOptions, Target, budgets_of
+from chunkc.passes.rematerialise import MANY_OPERATORS
+from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.progress import stage, within
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
@@ -141,8 +143,8 @@ class CapturedAhead:
     stages: tuple[StageRecord, ...]
 
 
-PolicyPlanner = Callable[[Scenario, CapturedAhead, Target], Plan]
-"""Makes the verified plan of a scenario, or raises `BudgetError`."""
+PolicyPlanner = Callable[[Scenario, CapturedAhead, Target, int], Plan]
+"""Makes the verified plan of a scenario within a number of simulated actions, or raises `BudgetError`."""
 
 
 def priced(plan: Plan, hw: Hardware) -> tuple[Timeline | None, str]:
@@ -164,16 +166,31 @@ class Scenarios:
     def answer(self, scenario: Scenario) -> Answer:
         """Plan and simulate ``scenario``; raises as `captured`."""
         if scenario.recompute is Recompute.AUTO:
-            kept = self.answer(replace(scenario, recompute=Recompute.NONE))
-            if kept.plan is not None and not kept.plan.moves:
-                return kept
-            again = self.answer(replace(scenario, recompute=Recompute.FULL))
-            return min(kept, again, key=_rank) if kept.fits and again.fits else kept if kept.fits else again
+            return self._faster(scenario)
+        return self._answer(scenario)
+
+    def _faster(self, scenario: Scenario) -> Answer:
+        """Keep what fits; else recompute layers where that is faster than moving what they save, or all that fits.
+
+        Of large models both are planned by a short search, and the better one again in full.
+        """
+        keeping, recomputing = (replace(scenario, recompute=r) for r in (Recompute.NONE, Recompute.FULL))
+        num_operators = sum(len(graph.operators) for graph in self.captured(keeping).schedule.graphs)
+        max_actions = SCREENING_ACTIONS if num_operators > MANY_OPERATORS else MAX_ACTIONS
+        best = self._answer(keeping, max_actions)
+        if best.plan is None or best.plan.moves:
+            again = self._answer(recomputing, max_actions)
+            best = again if not best.fits or (again.fits and _step_ms(again) < _step_ms(best)) else best
+        if max_actions == MAX_ACTIONS or best.scenario is None or not best.fits:
+            return best
+        return self._answer(best.scenario)
+
+    def _answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
         began_s = time.perf_counter()
         with uncollected(), within(str(scenario)):
             captured = self.captured(scenario)
             captured_s = time.perf_counter()
-            answer = _planned(scenario, captured)
+            answer = _planned(scenario, captured, max_actions)
         finished_s = time.perf_counter()
         answer = replace(answer, elapsed_s=finished_s - began_s, planning_s=finished_s - captured_s)
         self.tell(f"{scenario}: {'fits' if answer.fits else 'does not fit'} ({answer.elapsed_s:.1f} s)")
@@ -195,7 +212,7 @@ class Scenarios:
         return _key(scenario) in self._captures
 
 
-def _rank(answer: Answer) -> float:
+def _step_ms(answer: Answer) -> float:
     """The simulated step in milliseconds, 0 where it is unknown."""
     return 0.0 if answer.timeline is None else answer.timeline.step_ms
 
@@ -212,7 +229,7 @@ def policies() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
+def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int) -> Answer:
     hw = scenario.hw
     world_size, num_replicas = hw.sharding(scenario.shard, scenario.world_size)
     target = Target(
@@ -226,14 +243,14 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
         runs_inline=hw.emulated,
     )
     try:
-        plan = _POLICIES[scenario.policy](scenario, captured, target)
+        plan = _POLICIES[scenario.policy](scenario, captured, target, max_actions)
     except BudgetError as error:
         return Answer(scenario, shortage=error)
     timeline, unpriced = priced(plan, hw)
     return Answer(scenario, plan, timeline=timeline, unpriced=unpriced)
 
 
-def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) -> Plan:
+def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target, max_actions: int) -> Plan:
     scales = needs_scaling(captured.schedule.params) and scenario.tracks_grad_norm is not False
     tracks_grad_norm = scales if scenario.tracks_grad_norm is None else scenario.tracks_grad_norm
     options = PlanOptions(
@@ -247,7 +264,8 @@ def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) ->
     )
     schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
     schedule = with_norms(schedule) if tracks_grad_norm else schedule
-    return plan_schedule(schedule, target, options, captured.stages, scenario.backend)
+    stages, backend = captured.stages, scenario.backend
+    return plan_schedule(schedule, target, options, stages, backend, max_actions=max_actions)
 
 
 _POLICIES: Final[Mapping[str, PolicyPlanner]] = MappingProxyType({"chunkc": _chunkc_plan})
