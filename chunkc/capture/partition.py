@@ -4,6 +4,9 @@ A saved view or low-precision copy of a parameter would be a dangling view, or a
 move. So the *cone* of a parameter, chains of views and casts from its placeholder, is recomputed, and every consumer
 gets its own copy of the chain in front of it (`sink_cone`). Only raw placeholders are saved: the executor's slots.
 
+What is computed of packed bits alone, weights of a frozen base in 4 bits, is made again in backward as well (QLoRA,
+Dettmers et al., 2023, section 3): saved, it would be the model in full precision.
+
 Other activations are the partitioner's choice, but for layers that are computed again, by the model's own checkpoints
 or by ours: what one of them reads of others is saved (`save_borders`).
 """
@@ -36,6 +39,7 @@ from chunkc.errors import CaptureError
 aten = torch.ops.aten
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution})
 _UNDECLARED_VIEWS = frozenset(
     {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk, aten._reshape_alias}
 )
@@ -81,6 +85,29 @@ def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
     return cone
 
 
+def unpacked(graph: Graph, params: Collection[Node]) -> list[Node]:
+    """What is computed of packed parameters, those of an integer dtype, with nothing else but placeholders."""
+    near = {n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")}
+    found = dict.fromkeys(p for p in params if not _is_floating(p))
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if extends_cone(node, near):
+            near.add(node)
+        if node.op != "call_function" or found.keys().isdisjoint(inputs) or _is_product(node.target) or is_random(node):
+            continue
+        if all(n in found or n in near for n in inputs):
+            found[node] = None
+    return [node for node in found if node.op == "call_function"]
+
+
+def _is_floating(node: Node) -> bool:
+    return bool(node.meta["val"].dtype.is_floating_point)
+
+
+def _is_product(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.overloadpacket in _PRODUCTS
+
+
 def partition(
     joint: GraphModule, inputs: Sequence[Any], params: Collection[Node], keep: float = 1.0, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
@@ -90,7 +117,7 @@ def partition(
     when the partitioner saved a view or a cast of a parameter all the same.
     """
     cone = param_cone(joint.graph, params)
-    for node in cone - set(params):
+    for node in (*(cone - set(params)), *unpacked(joint.graph, params)):
         tag_must_recompute(node)
     recompute_layers(joint.graph, cone, keep)
     save_borders(joint.graph, cone)

@@ -103,5 +103,5 @@ class PreparedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the latest step met an overflow; asks the device only in fp16."""
-        decision = self.optimizer.runtime.steps.decision
+        decision = self.optimizer.runtime.decision
         return decision is not None and decision.is_skipped()

@@ -137,14 +137,14 @@ class ChunkcTrainer(Trainer):
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # accelerate then leaves it as it is
         return model
 
-    def _inner_training_loop(self, batch_size: int | None = None, **named: Any) -> Any:
+    def _inner_training_loop(self, batch_size: int | None = None, *positional: Any, **named: Any) -> Any:
         """Train; with ``auto_find_batch_size`` a batch that no plan fits asks accelerate for a smaller one.
 
         Raises:
             BudgetError: where a smaller batch would not help: host memory is short, or a batch has one sample.
         """
         try:
-            return super()._inner_training_loop(batch_size, **named)
+            return super()._inner_training_loop(batch_size, *positional, **named)
         except BudgetError as error:
             if not self.args.auto_find_batch_size or error.moment == "host" or batch_size in (None, 1):
                 raise
@@ -218,11 +218,12 @@ class ChunkcTrainer(Trainer):
         """Save on the rank that saves; the others take part in reading the model."""
         if self.args.should_save or state_dict is not None:
             super()._save(output_dir, state_dict)
-        elif hasattr(self._managed, "save_pretrained"):
-            folder = self.args.output_dir if output_dir is None else output_dir
-            self._managed.save_pretrained(folder, is_main_process=False)
+            return
+        model: Any = self._managed
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(self.args.output_dir if output_dir is None else output_dir, is_main_process=False)
         else:
-            self._managed.state_dict()
+            model.state_dict()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / STATE_FOLDER

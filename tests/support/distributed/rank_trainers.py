@@ -86,5 +86,6 @@ def train_loop(library: str, is_ours: bool, directory: str, first_epoch: int = 0
     with as_under_torchrun():
         if library == "accelerate":
             return LoopRun(*loops.train_by_accelerate(is_ours, folder, first_epoch))
-        changed: dict[str, Any] = {"devices": dist.get_world_size()} | ({} if is_ours else {"strategy": "ddp"})
+        changed: dict[str, Any] = {"devices": dist.get_world_size(), "use_distributed_sampler": True}
+        changed |= {} if is_ours else {"strategy": "ddp"}
         return LoopRun(*loops.train_by_lightning(is_ours, folder, bool(first_epoch), **changed))

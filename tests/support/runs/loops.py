@@ -90,8 +90,13 @@ def train_by_lightning(is_ours: bool, folder: Path, resume: bool = False, **chan
     module = loop_module(chunkc.AdamW if is_ours else torch.optim.AdamW)
     strategy = ChunkcStrategy(HW, compile_options={"backend": "eager"}) if is_ours else "auto"
     quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")}
-    options = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "devices": 1} | changed
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", default_root_dir=folder, **quiet, **options)
+    alone = {"devices": 1, "use_distributed_sampler": False}  # which shuffles
+    options = (
+        alone
+        | {"strategy": strategy, "max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        | changed
+    )
+    trainer = pl.Trainer(accelerator="cpu", default_root_dir=folder, **quiet, **options)
     module.folder = None if resume else folder / "last.ckpt"
     trainer.fit(module, loader(), ckpt_path=folder / "last.ckpt" if resume else None)
     return module.losses, values(module.model)
