@@ -78,12 +78,17 @@ class ChunkcTrainer(Trainer):
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_transformers()
         check_arguments(args)
-        self._hw = hw
-        self._compile_options = dict(compile_options or {})
+        if hw is not None or compile_options is not None or not hasattr(self, "_compile_options"):
+            self.compile_by(hw, compile_options)
         if model is not None:
             model = self._compiled(model, args)
         super().__init__(model, args, *positional, **named)
         self._take_losses_outside()
+
+    def compile_by(self, hw: HardwareLike | None, compile_options: Mapping[str, Any] | None) -> None:
+        """Say how the model is to be compiled, for trainers whose constructors do not pass it on."""
+        self._hw = hw
+        self._compile_options = dict(compile_options or {})
 
     def _take_losses_outside(self) -> None:
         """Note whether losses are computed from outputs, which are then in fp32."""

@@ -56,11 +56,6 @@ def test_adapters_over_packed_bits_train_as_in_plain_pytorch(qlora: ModuleType) 
     chunks = {f"c{c.index}" for c in plan.layout.chunks if c.dtype == "uint8"}
     assert chunks and all(c.list is ChunkList.FROZEN for c in plan.layout.chunks if c.dtype == "uint8")
     assert any(a.op is Op.FETCH and a.target in chunks for p in plan.programs for a in p.actions)
-    assert (
-        all(value.nbytes < 64 * 64 * 4 or "mm" not in value.name for value in plan.saved_values)
-        if hasattr(plan, "saved_values")
-        else True
-    )
     assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
 

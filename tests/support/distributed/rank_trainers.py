@@ -89,3 +89,13 @@ def train_loop(library: str, is_ours: bool, directory: str, first_epoch: int = 0
         changed: dict[str, Any] = {"devices": dist.get_world_size(), "use_distributed_sampler": True}
         changed |= {} if is_ours else {"strategy": "ddp"}
         return LoopRun(*loops.train_by_lightning(is_ours, folder, bool(first_epoch), **changed))
+
+
+def train_by_trl(kind: str, is_ours: bool, directory: str) -> LoopRun:
+    """A run of `trl_runs` on this rank."""
+    import trl_runs
+
+    os.environ |= {"HF_HUB_OFFLINE": "1", "CI": "1"}  # nothing is asked of the hub, or told
+    with as_under_torchrun():
+        losses, values, _ = trl_runs.run(kind, is_ours, Path(directory))
+        return LoopRun(losses, values)
