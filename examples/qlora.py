@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = chunkc.compile(build(args.hidden, args.layers, args.rank), args.hw, backend=args.backend)
     optimizer = chunkc.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = train(model, optimizer, args.steps)
-    packed = sum(p.numel() for p in chunkc.plan_of(model).layout.params if p.dtype == "uint8")
+    packed = sum(p.numel for p in chunkc.plan_of(model).layout.params if p.dtype == "uint8")
     stats = chunkc.stats(model)
     print(f"loss {losses[0]:.4f} to {losses[-1]:.4f}")
     print(f"base in 4 bits: {packed:,} bytes of {stats['model_data_nbytes']:,}; peak {stats['measured_peak_nbytes']:,}")

@@ -16,6 +16,7 @@ from typing import Any
 from trl import DPOTrainer, SFTTrainer
 
 from chunkc.compiler.device_selection import HardwareLike
+from chunkc.errors import ChunkcError
 from chunkc.integrations.hf import ChunkcTrainer
 
 __all__ = ["ChunkcDPOTrainer", "ChunkcSFTTrainer"]
@@ -46,12 +47,14 @@ class ChunkcSFTTrainer(SFTTrainer, ChunkcTrainer):
 class ChunkcDPOTrainer(DPOTrainer, ChunkcTrainer):
     """``trl.DPOTrainer`` over a compiled model; with ``peft_config`` the reference is the model without adapters.
 
+    A second model as the reference would be in no plan: precompute its log-probabilities in place of it.
+
     Args:
         hw: as for `chunkc.compile`.
         compile_options: further options of it, which win over the arguments.
 
     Raises:
-        ChunkcError: as `ChunkcTrainer`.
+        ChunkcError: as `ChunkcTrainer`; for a reference that is a model of its own.
     """
 
     def __init__(
@@ -63,3 +66,8 @@ class ChunkcDPOTrainer(DPOTrainer, ChunkcTrainer):
     ) -> None:
         self.compile_by(hw, compile_options)
         super().__init__(*positional, **named)
+        if self.ref_model is not None:
+            raise ChunkcError(
+                "the reference of ChunkcDPOTrainer would be a second model outside of the plan: pass peft_config=, so "
+                "that it is the model without adapters, or precompute_ref_log_probs=True in DPOConfig"
+            )

@@ -35,6 +35,12 @@ def test_adapters_train_as_under_trl(kind: str, tmp_path: Path) -> None:
     assert stats["num_foreign_steps"] == 0 and stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
 
+def test_a_reference_outside_of_the_plan_is_refused(tmp_path: Path) -> None:
+    folder = trl_runs.write_model(tmp_path / "model")
+    with pytest.raises(chunkc.ChunkcError, match="would be a second model outside of the plan: pass peft_config="):
+        trl_runs.make("dpo", True, tmp_path, peft_config=None, model=folder)
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_train_as_under_trls_ddp(two_ranks: Pool, tmp_path: Path) -> None:

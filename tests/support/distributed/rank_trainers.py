@@ -32,7 +32,8 @@ def as_under_torchrun() -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+            os.environ.pop(name, None)  # Lightning takes some away itself
+            os.environ |= {} if value is None else {name: value}
 
 
 def train_by_trainer(directory: str, changed: Mapping[str, Any]) -> tuple[LoopRun, LoopRun]:

@@ -15,16 +15,20 @@ WORDS = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": i for i in range(3, 97)
 
 def write_model(folder: Path) -> str:
     """A tiny Llama with a tokenizer of words, as ``from_pretrained`` finds them."""
+    torch.manual_seed(0)
+    llama(layers=1).save_pretrained(folder)
+    write_tokenizer(folder)
+    return str(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    llama(layers=1).save_pretrained(folder)
     words = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
-    return str(folder)
 
 
 def text(seed: int, num_words: int) -> str:
@@ -34,8 +38,18 @@ def text(seed: int, num_words: int) -> str:
 
 def run(kind: str, is_ours: bool, folder: Path) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Losses and values of adapters trained by SFT or DPO, and the trainer."""
-    import datasets
     import peft
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = make(kind, is_ours, folder, peft_config=lora)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: v.detach().clone() for name, v in trainer.model.state_dict().items()}, trainer
+
+
+def make(kind: str, is_ours: bool, folder: Path, **changed: Any) -> Any:
+    """A trainer over the model in ``folder / "model"``."""
+    import datasets
     import trl
 
     from chunkc.integrations.trl import ChunkcDPOTrainer, ChunkcSFTTrainer
@@ -52,11 +66,6 @@ def run(kind: str, is_ours: bool, folder: Path) -> tuple[list[float], dict[str, 
         dataloader_pin_memory=False,
     )  # fmt: skip
     plain, ours = (trl.SFTTrainer, ChunkcSFTTrainer) if kind == "sft" else (trl.DPOTrainer, ChunkcDPOTrainer)
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    options = {"hw": HW, "compile_options": {"backend": "eager"}} if is_ours else {}
-    trainer = (ours if is_ours else plain)(
-        str(folder / "model"), args, train_dataset=datasets.Dataset.from_dict(samples), peft_config=lora, **options
-    )
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: v.detach().clone() for name, v in trainer.model.state_dict().items()}, trainer
+    options = changed | ({"hw": HW, "compile_options": {"backend": "eager"}} if is_ours else {})
+    named = {"args": args, "train_dataset": datasets.Dataset.from_dict(samples), "model": str(folder / "model")}
+    return (ours if is_ours else plain)(**(named | options))
