@@ -86,7 +86,7 @@ def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
 
 
 def unpacked(graph: Graph, params: Collection[Node]) -> list[Node]:
-    """What is computed of packed parameters, those of an integer dtype, with nothing else but placeholders."""
+    """List what is computed of packed parameters, those of an integer dtype, and of placeholders alone."""
     near = {n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")}
     found = dict.fromkeys(p for p in params if not _is_floating(p))
     for node in graph.nodes:

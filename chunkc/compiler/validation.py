@@ -134,7 +134,7 @@ def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: 
         return hw.compute_dtype if dtypes == {torch.float32} else None
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, dtype)
-    if _DTYPES.get(dtype) not in FLOAT_DTYPES:  # type: ignore[arg-type]
+    if _DTYPES.get(dtype) not in FLOAT_DTYPES:
         raise ChunkcError(f"dtype={dtype!r} is not supported; choose 'auto', {', '.join(FLOAT_DTYPES)}")
     return dtype  # type: ignore[return-value]
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trl import DPOTrainer, SFTTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.sft_trainer import SFTTrainer
 
 from chunkc.compiler.device_selection import HardwareLike
 from chunkc.errors import ChunkcError
@@ -45,9 +46,10 @@ class ChunkcSFTTrainer(SFTTrainer, ChunkcTrainer):
 
 
 class ChunkcDPOTrainer(DPOTrainer, ChunkcTrainer):
-    """``trl.DPOTrainer`` over a compiled model; with ``peft_config`` the reference is the model without adapters.
+    """``trl.DPOTrainer`` over a compiled model.
 
-    A second model as the reference would be in no plan: precompute its log-probabilities in place of it.
+    With ``peft_config`` the reference is the model without adapters. A second model as the reference would be in no
+    plan: precompute its log-probabilities in place of it.
 
     Args:
         hw: as for `chunkc.compile`.
