@@ -116,8 +116,8 @@ def partition(
     A share ``keep`` of the layers keeps the activations that the partitioner chooses (`recompute_layers`). CaptureError
     when the partitioner saved a view or a cast of a parameter all the same.
     """
-    cone = param_cone(joint.graph, params)
-    for node in (*(cone - set(params)), *unpacked(joint.graph, params)):
+    cone = param_cone(joint.graph, params).union(unpacked(joint.graph, params))
+    for node in cone - set(params):
         tag_must_recompute(node)
     recompute_layers(joint.graph, cone, keep)
     save_borders(joint.graph, cone)
@@ -147,7 +147,7 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
 
     So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016). A layer is
     the outermost module whose path ends in a number. A share ``keep``, spread evenly, keep their activations. ``cone``,
-    of views and casts of parameters, is never saved.
+    of what is made of parameters alone, is never saved.
     """
     layer_of = _forward_layers(graph, cone)
     layers = [layer for layer in dict.fromkeys(layer_of.values()) if layer]

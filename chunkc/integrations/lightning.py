@@ -99,6 +99,18 @@ class ChunkcStrategy(DDPStrategy):
             )
         self._own_precision = ChunkcPrecision(name)
 
+    def _configure_launcher(self) -> None:
+        """Start the other processes of several; one alone stays as it is."""
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """Join the job of several processes; one alone joins none."""
+        if self.num_nodes * self.num_processes > 1:
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+
     def setup(self, trainer: Any) -> None:
         """Compile the model, then let the LightningModule make its optimizers."""
         if self._layer_sync is not None:

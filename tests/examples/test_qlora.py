@@ -8,9 +8,11 @@ import pytest
 import torch
 from job import Pool
 from rank_qlora import train_qlora
+from torch import nn
 from training import UPDATE_TOLERANCE, assert_close_elements
 
 import chunkc
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import ChunkList
 
@@ -65,6 +67,17 @@ def qlora_run(qlora: ModuleType) -> tuple[list[float], dict[str, torch.Tensor], 
     losses = qlora.train(model, optimizer, NUM_STEPS)
     values = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return losses, values, chunkc.plan_of(model), chunkc.stats(model)
+
+
+def test_backward_unpacks_again_and_saves_no_weight(qlora: ModuleType) -> None:
+    """Bits are read in forward and in backward; the values kept between them are activations."""
+    layers = [nn.Linear(128, 128, bias=False) for _ in range(3)]
+    packed = nn.Sequential(*(qlora.QuantizedLinear(layer, 4) for layer in layers))
+    for kept in (1.0, 0.0):  # of the layers' activations
+        schedule = capture_ahead(packed, None, (torch.ones(2, 128),), "eager", lambda _, kept=kept: (kept, "")).schedule
+        assert 0 < sum(value.nbytes for value in schedule.saved_values()) < 4 * 128 * 128 // 4
+    read_twice = {schedule.params[p].name for p in schedule.backward.read_params()}
+    assert {"1.packed", "2.packed"} <= read_twice
 
 
 @pytest.mark.distributed
