@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from job import Pool
-from rank_qlora import train_qlora
+from rank_trainers import train_qlora
 from torch import nn
 from training import UPDATE_TOLERANCE, assert_close_elements
 

@@ -1,6 +1,7 @@
 """Libraries that drive the loop, on the ranks of a job: plain under DDP, and over a compiled model."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import chunkc
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,25 @@ def train_by_trl(kind: str, is_ours: bool, directory: str) -> LoopRun:
     with as_under_torchrun():
         losses, values, _ = trl_runs.run(kind, is_ours, Path(directory))
         return LoopRun(losses, values)
+
+
+def train_qlora(examples: str, num_steps: int, lr: float, eps: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """This rank's losses, and the values of all floating-point entries at the end."""
+    sys.path.insert(0, examples)
+    try:
+        import qlora
+    finally:
+        sys.path.remove(examples)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = chunkc.compile(qlora.build(64, 2, 4), "emulated-500k-16m", dtype=torch.float32, backend="eager")
+    optimizer = chunkc.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=eps)
+    losses = []
+    for step in range(num_steps):
+        tokens = qlora.batch_of(step * size + rank)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return losses, {name: value for name, value in state.items() if value.is_floating_point()}
