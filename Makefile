@@ -34,7 +34,7 @@ venv: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs,hf]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,docs,hf,trl,lightning]"
 	touch $@
 
 demo: $(VENV)/.stamp

@@ -52,7 +52,8 @@ LOOPS = [
     ("howto/evaluation.md", 0),
     ("migrate/accelerate.md", 0),
 ]
-OF_LLAMA = {"howto/adapters.md": 1, "howto/trainer.md": 1, "quickstart.md": 6}
+OF_LLAMA = {"howto/adapters.md": 1, "howto/trainer.md": 1, "howto/trl.md": 1, "quickstart.md": 6}
+OF_LIGHTNING = {"howto/lightning.md": 1}
 ONE_SIDED = ("migrate/deepspeed.md", "migrate/fsdp2.md")
 
 
@@ -65,7 +66,7 @@ def names_of(model: nn.Module) -> dict[str, Any]:
 def test_no_program_is_left_out() -> None:
     diffs = {page: len(found) for page in PAGES if (found := programs(page, "diff"))}
     run = {page: sum(name == page for name, _ in LOOPS) for page, _ in LOOPS}
-    assert diffs == {**run, **OF_LLAMA, **dict.fromkeys(ONE_SIDED, 1)}
+    assert diffs == {**run, **OF_LLAMA, **OF_LIGHTNING, **dict.fromkeys(ONE_SIDED, 1)}
     assert {page for page in PAGES if programs(page, "python")} == {*IN_ORDER, *ELSEWHERE}
     texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES]
     kinds = {kind for text in texts for kind in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
@@ -123,6 +124,36 @@ def test_the_page_on_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert ours.state.global_step == plain.state.global_step == 4
     assert set(changed(ours.model, before)) == set(before)
     assert_same_values(ours.model, plain.model)
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_the_page_on_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl", reason="runs where trl is installed, by the extra `trl`")
+    from trl_runs import text, write_tokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CI", "1")
+    reader = Reader(monkeypatch, tmp_path, LLAMA_MEMORY, **EXACT)
+    monkeypatch.setattr("chunkc.integrations.hf.compile", reader.compile)
+    reader.write_pretrained()
+    write_tokenizer(tmp_path / "pretrained")
+    (diff,) = programs("howto/trl.md", "diff")
+    names = {"texts": [text(i, 6) for i in range(4)]}
+    plain, ours = (reader.run(side(diff, mark), dict(names), "howto/trl.md")["trainer"] for mark in "-+")
+    assert ours.state.global_step == 2 and reader.compiled == [ours.model]
+    assert_same_values(ours.model, plain.model)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
+def test_the_page_on_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning", reason="runs where lightning is installed, by the extra `lightning`")
+    reader = Reader(monkeypatch, tmp_path, NET_MEMORY)
+    monkeypatch.setattr("chunkc.integrations.lightning.compile", reader.compile)
+    (diff,) = programs("howto/lightning.md", "diff")
+    before = seeded(Net).state_dict()
+    plain, ours = (reader.run(side(diff, mark), names_of(seeded(Net)), "howto/lightning.md")["model"] for mark in "-+")
+    assert set(changed(ours, before)) == set(before) and reader.compiled == [ours]
+    assert_same_values(ours, plain)
 
 
 # --- the quickstart ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,11 @@ yaml = pytest.importorskip("yaml", reason="reads mkdocs.yml")
 ROOT = Path(__file__).parents[1]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
+INTEGRATIONS = (
+    *("hf.ChunkcTrainer", "trl.ChunkcSFTTrainer", "trl.ChunkcDPOTrainer"),
+    *("accelerate.ChunkcAccelerator", "lightning.ChunkcStrategy"),
+)
+
 
 def listed(entries: Any) -> Iterator[str]:
     """Pages of a ``nav``, in order."""
@@ -76,7 +81,7 @@ def test_links_out_of_the_pages_lead_to_what_the_site_shows() -> None:
 def test_every_public_name_is_in_the_reference_once() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     names = re.findall(r"^::: chunkc\.([\w.]+)$", text, re.MULTILINE)
-    assert sorted(names) == sorted([*chunkc.__all__, "integrations.hf.ChunkcTrainer"])
+    assert sorted(names) == sorted([*chunkc.__all__, *(f"integrations.{name}" for name in INTEGRATIONS)])
 
 
 def test_lists_and_tables_begin_behind_an_empty_line() -> None:

@@ -4,6 +4,9 @@ A saved view or low-precision copy of a parameter would be a dangling view, or a
 move. So the *cone* of a parameter, chains of views and casts from its placeholder, is recomputed, and every consumer
 gets its own copy of the chain in front of it (`sink_cone`). Only raw placeholders are saved: the executor's slots.
 
+What is computed of packed bits alone, weights of a frozen base in 4 bits, is made again in backward as well (QLoRA,
+Dettmers et al., 2023, section 3): saved, it would be the model in full precision.
+
 Other activations are the partitioner's choice, but for layers that are computed again, by the model's own checkpoints
 or by ours: what one of them reads of others is saved (`save_borders`).
 """
@@ -23,6 +26,7 @@ from torch.fx.node import map_arg
 from chunkc._torch_compat.core import OpOverload
 from chunkc._torch_compat.partitioning import (
     decides_recomputation,
+    draws,
     merge_equal,
     min_cut_partition,
     recomputed_region,
@@ -38,6 +42,7 @@ from chunkc.errors import CaptureError
 aten = torch.ops.aten
 _LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution})
 _UNDECLARED_VIEWS = frozenset(
     {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk, aten._reshape_alias}
 )
@@ -83,6 +88,38 @@ def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
     return cone
 
 
+def unpacked(graph: Graph, params: Collection[Node]) -> list[Node]:
+    """List what is computed of packed parameters, those of an integer dtype, and of placeholders alone."""
+    near = {n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")}
+    found = dict.fromkeys(p for p in params if not _is_floating(p))
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if extends_cone(node, near):
+            near.add(node)
+        if (
+            node.op != "call_function"
+            or found.keys().isdisjoint(inputs)
+            or _is_product(node.target)
+            or _is_random(node)
+        ):
+            continue
+        if all(n in found or n in near for n in inputs):
+            found[node] = None
+    return [node for node in found if node.op == "call_function"]
+
+
+def _is_floating(node: Node) -> bool:
+    return bool(node.meta["val"].dtype.is_floating_point)
+
+
+def _is_random(node: Node) -> bool:
+    return draws(node.target, node.args, node.kwargs)
+
+
+def _is_product(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.overloadpacket in _PRODUCTS
+
+
 def partition(
     joint: GraphModule,
     inputs: Sequence[Any],
@@ -103,7 +140,7 @@ def partition(
     if not is_merged:
         merge_equal(joint)
         params = [n for n in joint.graph.find_nodes(op="placeholder") if n.name in names]
-    cone = param_cone(joint.graph, params)
+    cone = param_cone(joint.graph, params).union(unpacked(joint.graph, params))
     for node in cone - set(params):
         tag_must_recompute(node)
     recompute_layers(joint.graph, cone, keep, changing)
@@ -142,7 +179,7 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float, changing
 
     So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016), by which the
     model may recompute other layers. A share ``keep`` of the `recomputable_layers`, spread evenly, keep their
-    activations. ``cone``, of views and casts of parameters, is never saved; results that read inputs in ``changing``
+    activations. ``cone``, of what is made of parameters alone, is never saved; results that read inputs in ``changing``
     are, since a second computation would read what forward has left there.
     """
     layer_of = _forward_layers(graph, cone)

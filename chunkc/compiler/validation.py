@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from chunkc.distributed.data_group import STAGING_NBYTES
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
-from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES, ParamInfo
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
@@ -59,6 +59,12 @@ def check_plannable(model: nn.Module) -> None:
         raise ChunkcError(f"{type(model).__name__} has no parameters: there is nothing to place or to train")
     _refuse(params, "are sparse or not strided", lambda p: p.layout is not torch.strided)
     _refuse(params, f"are not {', '.join(DTYPE_NBYTES)}", lambda p: p.dtype not in _DTYPES)
+    _refuse(
+        params,
+        "are packed by a library whose parameters hold more than a tensor, which chunks cannot: keep packed bits in a "
+        "plain nn.Parameter(..., requires_grad=False) of uint8, and scales in a buffer (docs/howto/qlora.md)",
+        lambda p: not p.is_floating_point() and type(p) is not nn.Parameter and not hasattr(p, "chunkc_store"),
+    )
 
 
 def check_model(model: nn.Module) -> None:
@@ -124,12 +130,12 @@ def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]
 def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: Hardware) -> torch.dtype | None:
     """The dtype that fp32 parameters are computed in; None leaves all as they are."""
     if dtype == "auto":
-        is_fp32 = any(p.dtype is torch.float32 for p in params)
-        return hw.compute_dtype if is_fp32 and not any(p.dtype is not torch.float32 for p in params) else None
+        dtypes = {p.dtype for p in params if p.is_floating_point()}
+        return hw.compute_dtype if dtypes == {torch.float32} else None
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, dtype)
-    if dtype not in _DTYPES:
-        raise ChunkcError(f"dtype={dtype!r} is not supported; choose 'auto', {', '.join(DTYPE_NBYTES)}")
+    if _DTYPES.get(dtype) not in FLOAT_DTYPES:
+        raise ChunkcError(f"dtype={dtype!r} is not supported; choose 'auto', {', '.join(FLOAT_DTYPES)}")
     return dtype  # type: ignore[return-value]
 
 
@@ -153,7 +159,7 @@ def reduction_nbytes(reduce_dtype: torch.dtype | None, hw: Hardware, num_ranks: 
 
 def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
     """Return whether some parameter is computed in another dtype than it has: inputs are cast then, too."""
-    return dtype is not None and any(p.dtype is not dtype for p in params)
+    return dtype is not None and any(p.is_floating_point() and p.dtype is not dtype for p in params)
 
 
 def needs_scaling(infos: Sequence[ParamInfo]) -> bool:
@@ -172,13 +178,15 @@ def param_infos(
 ) -> list[ParamInfo]:
     """Facts of every parameter by index, in compute dtype; those of ``kept_fp32`` in fp32.
 
-    Those of batch normalisation keep their dtype, for its kernels want them in that of the running statistics.
+    Those of batch normalisation keep their dtype, for its kernels want them in that of the running statistics; so do
+    packed bits, which no cast leaves what they are.
     """
     kept = own_dtype_params(model)
     infos = []
     for param, names in unique_params(model).items():
         computed = param.dtype if dtype is None or param in kept else dtype
         computed = torch.float32 if param in kept_fp32 else computed
+        computed = computed if param.is_floating_point() else param.dtype
         dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
         infos.append(
             ParamInfo(

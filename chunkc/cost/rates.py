@@ -16,7 +16,7 @@ from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import Assumed, Host, assumed, host_of
 from chunkc.hardware.profile import DtypeRate, Rates
 from chunkc.ir.actions import Stream
-from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.tiers import COPIED_TIERS
 
@@ -128,8 +128,8 @@ def _of_catalogue(hw: Hardware) -> CostRates:
         attention_tflops={d: rate * share.attention_efficiency for d, rate in peak.items() if rate},
         device_memory_gb_per_s=memory,
         copies=dict.fromkeys(COPIED_TIERS, copy),
-        cpu_update_gparam_per_s={d: _cpu_update(hw, host, share, d) for d in DTYPE_NBYTES},
-        gpu_update_gparam_per_s={d: memory / update_nbytes(d) for d in DTYPE_NBYTES},
+        cpu_update_gparam_per_s={d: _cpu_update(hw, host, share, d) for d in FLOAT_DTYPES},
+        gpu_update_gparam_per_s={d: memory / update_nbytes(d) for d in FLOAT_DTYPES},
         links=_links(hw, host, share),
         kernel_launch_us=share.kernel_launch_us,
         compute_launch_us=share.action_launch_us,

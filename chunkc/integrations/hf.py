@@ -10,30 +10,36 @@ model, nor scales losses: the plan has mixed precision and scaling. Metrics, pre
 ``compute_loss_func`` read outputs in fp32. Losses outside of the plan (these two, a subclass's ``compute_loss``) are
 scaled by `chunkc.GradScaler` in fp16.
 
+Over several ranks the model stays what it is: accelerate's mark of a prepared model keeps it out of DDP, and gradients
+are means over the ranks by the plan, as DDP's are. Reads of the model are collective, so all ranks take part in saving.
+
+``auto_find_batch_size`` tries smaller batches where memory is short. accelerate knows that by the message of an error,
+so a `chunkc.BudgetError` of the loop is raised again as ``torch.OutOfMemoryError``.
+
 Checkpoints are Trainer's folders, with a folder ``chunkc`` from `chunkc.save_checkpoint` in place of files of
 optimizer, scheduler and scaler. The weights beside it are those of ``save_pretrained``, for other users of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from chunkc.api import clip_grad_norm_, compile
 from chunkc.checkpoint import load_checkpoint, save_checkpoint
-from chunkc.compiler.compiled_model import CompiledModel, compiled_of
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.device_selection import HardwareLike
-from chunkc.errors import ChunkcError
+from chunkc.errors import BudgetError, ChunkcError
+from chunkc.integrations.accelerate import PreparedOptimizer
+from chunkc.integrations.clipping import is_compiled
 from chunkc.integrations.hf_checks import check_arguments, check_compiled, check_dtype, check_transformers, wanted_dtype
 from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
-from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.grad_scaler import GradScaler
 from chunkc.runtime.optim.optimizer import ChunkOptimizer
 from chunkc.runtime.optim.optimizers import AdamW
@@ -72,12 +78,17 @@ class ChunkcTrainer(Trainer):
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_transformers()
         check_arguments(args)
-        self._hw = hw
-        self._compile_options = dict(compile_options or {})
+        if hw is not None or compile_options is not None or not hasattr(self, "_compile_options"):
+            self.compile_by(hw, compile_options)
         if model is not None:
             model = self._compiled(model, args)
         super().__init__(model, args, *positional, **named)
         self._take_losses_outside()
+
+    def compile_by(self, hw: HardwareLike | None, compile_options: Mapping[str, Any] | None) -> None:
+        """Say how the model is to be compiled, for trainers whose constructors do not pass it on."""
+        self._hw = hw
+        self._compile_options = dict(compile_options or {})
 
     def _take_losses_outside(self) -> None:
         """Note whether losses are computed from outputs, which are then in fp32."""
@@ -93,8 +104,8 @@ class ChunkcTrainer(Trainer):
         return self.model
 
     def _compiled(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
-        is_compiled = isinstance(getattr(model, "_compiled_call_impl", None), CompiledModel)
-        if is_compiled:
+        was_compiled = is_compiled(model)
+        if was_compiled:
             if self._hw is not None or self._compile_options:
                 raise ChunkcError(
                     "the model was compiled already, so hw= and compile_options= of ChunkcTrainer would be ignored: "
@@ -105,7 +116,7 @@ class ChunkcTrainer(Trainer):
             model = compile(model, "auto" if self._hw is None else self._hw, **(options | self._compile_options))
         runtime = compiled_of(model).runtime
         check_compiled(runtime, args)
-        if is_compiled:
+        if was_compiled:
             check_dtype(runtime, args)
         runtime.clipping.wants_norms = True  # Trainer asks for the norm before each step, whether it clips or not
         return model
@@ -128,7 +139,21 @@ class ChunkcTrainer(Trainer):
         unhook = getattr(model, "disable_input_require_grads", None)
         if unhook is not None:
             unhook()
+        model._is_accelerate_prepared = True  # type: ignore[assignment]  # accelerate then leaves it as it is
         return model
+
+    def _inner_training_loop(self, batch_size: int | None = None, *positional: Any, **named: Any) -> Any:
+        """Train; with ``auto_find_batch_size`` a batch that no plan fits asks accelerate for a smaller one.
+
+        Raises:
+            BudgetError: where a smaller batch would not help: host memory is short, or a batch has one sample.
+        """
+        try:
+            return super()._inner_training_loop(batch_size, *positional, **named)
+        except BudgetError as error:
+            if not self.args.auto_find_batch_size or error.moment == "host" or batch_size in (None, 1):
+                raise
+            raise torch.OutOfMemoryError(f"a batch of {batch_size} samples is out of memory. {error}") from error
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
@@ -144,9 +169,16 @@ class ChunkcTrainer(Trainer):
         if self.args.fp16 and self._has_losses_outside and "loss_scale" not in self._compile_options:
             self.accelerator.scaler = self.accelerator.scaler or GradScaler()
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
-        if not isinstance(optimizer, _PreparedOptimizer):
-            optimizer = self.optimizer = _PreparedOptimizer(optimizer, runtime, self.accelerator.scaler)
-        return optimizer
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        if not isinstance(optimizer, ChunkOptimizer):
+            raise ChunkcError(
+                f"ChunkcTrainer steps with chunkc's optimizers, not {type(optimizer).__name__}: leave `optim` "
+                "at its default, or pass optimizers=(chunkc.AdamW(model.parameters(), ...), None) and a compiled model"
+            )
+        prepared: torch.optim.Optimizer = PreparedOptimizer(optimizer, self.accelerator.scaler)
+        self.optimizer = prepared
+        return prepared
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._clip(self.args.max_grad_norm)
@@ -187,6 +219,17 @@ class ChunkcTrainer(Trainer):
             )
         return inner
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save on the rank that saves; the others take part in reading the model."""
+        if self.args.should_save or state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        model: Any = self._managed
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(self.args.output_dir if output_dir is None else output_dir, is_main_process=False)
+        else:
+            model.state_dict()
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir) / STATE_FOLDER
         save_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler, keep=1)
@@ -210,35 +253,6 @@ class ChunkcTrainer(Trainer):
         built_in, path = compiled_of(self._managed).runtime.clipping.loss_scale, Path(checkpoint) / SCALER_NAME
         if built_in is not None and path.is_file():
             built_in.load_state_dict(torch.load(path, weights_only=True))
-
-
-class _PreparedOptimizer(AcceleratedOptimizer):
-    """accelerate's wrapper, which leaves optimizer states where they are and knows of skipped steps."""
-
-    _is_accelerate_prepared = True
-
-    def __init__(self, optimizer: torch.optim.Optimizer, runtime: ModelRuntime, loss_scaler: GradScaler | None) -> None:
-        if not isinstance(optimizer, ChunkOptimizer):
-            raise ChunkcError(
-                f"ChunkcTrainer steps with chunkc's optimizers, not {type(optimizer).__name__}: leave `optim` "
-                "at its default, or pass optimizers=(chunkc.AdamW(model.parameters(), ...), None) and a compiled model"
-            )
-        super().__init__(optimizer, device_placement=False, scaler=None)
-        self._runtime, self._loss_scaler = runtime, loss_scaler
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step; losses that were scaled outside are unscaled, and the scale follows."""
-        if self._loss_scaler is None:
-            super().step(closure)
-        elif self.gradient_state.sync_gradients:
-            self._loss_scaler.step(self.optimizer)
-            self._loss_scaler.update()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the latest step met an overflow; asks the device only in fp16."""
-        decision = self._runtime.steps.decision
-        return decision is not None and decision.is_skipped()
 
 
 def _of_fp32_outputs(loss: Any) -> Any:

@@ -15,7 +15,7 @@ _ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 _TRAINER_METHODS = (
     "call_model_init", "create_optimizer", "get_optimizer_cls_and_kwargs", "prediction_step", "_build_accelerator_args",
     "_move_model_to_device", "_wrap_model", "_clip_grad_norm", "_get_grad_norm", "_save_optimizer_and_scheduler",
-    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler",
+    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_inner_training_loop", "_save",
 )  # fmt: skip
 
 
@@ -27,7 +27,10 @@ def check_arguments(args: TrainingArguments) -> None:
         "fsdp": (args.fsdp, "a model takes one GPU; leave it out"),
         "deepspeed": (args.deepspeed, "chunkc takes its place; leave it out"),
         "optim": (args.optim not in _ADAMW, f"chunkc has AdamW: use {_ADAMW[0].value!r}"),
-        "world_size": (args.world_size > 1, "ChunkcTrainer trains in one process; several ranks take a loop of yours"),
+        "parallelism_config": (
+            args.parallelism_config is not None,
+            "ranks divide the model data; leave it out",
+        ),
         "n_gpu": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one GPU"),
     }
     refused = [f"{name}={getattr(args, name)!r}: {advice}" for name, (is_wrong, advice) in wrong.items() if is_wrong]

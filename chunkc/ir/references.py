@@ -7,13 +7,13 @@ walks through them, in time and memory that are linear in the size of the plan; 
 from __future__ import annotations
 
 import re
-from collections.abc import Sized
+from collections.abc import Collection, Sized
 from typing import Final
 
 from chunkc.files import FormatError
 from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Plan, Program, State
-from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES, ParamInfo
 from chunkc.ir.state_spec import MASTER, StateSpec
 
 MAX_RANKS: Final = 2**20
@@ -51,12 +51,12 @@ def _check_state_spec(spec: StateSpec) -> None:
     for position, (name, dtype) in enumerate(zip(spec.names, spec.dtypes, strict=True)):
         if not name.isidentifier() or name in (MASTER, *spec.names[:position]):
             raise FormatError(f"must be a name of its own, found {name!r:.60}", f"layout.state_spec.names[{position}]")
-        _check_dtype(dtype, f"layout.state_spec.dtypes[{position}]")
+        _check_dtype(dtype, f"layout.state_spec.dtypes[{position}]", FLOAT_DTYPES)
 
 
-def _check_dtype(dtype: str, place: str) -> None:
-    if dtype not in DTYPE_NBYTES:
-        raise FormatError(f"must be one of {', '.join(DTYPE_NBYTES)}, found {dtype!r:.60}", place)
+def _check_dtype(dtype: str, place: str, known: Collection[str] = DTYPE_NBYTES) -> None:
+    if dtype not in known:
+        raise FormatError(f"must be one of {', '.join(known)}, found {dtype!r:.60}", place)
 
 
 def _check_params(params: tuple[ParamInfo, ...]) -> None:

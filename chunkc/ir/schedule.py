@@ -13,7 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+"""Those that a parameter can be trained in; a parameter of another holds packed bits, and is frozen."""
+
 
 GraphKind = Literal["forward", "backward"]
 SEGMENT_PREFIX: dict[GraphKind, str] = {"forward": "fwd", "backward": "bwd"}

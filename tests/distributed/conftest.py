@@ -1,24 +1,5 @@
 """Ranks are shared by all tests of a process: starting them is what takes time."""
 
-from __future__ import annotations
+from rank_fixtures import four_ranks, two_ranks
 
-from collections.abc import Iterator
-
-import pytest
-from job import Pool
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Pool]:
-    """Two processes that have joined a job."""
-    pool = Pool(2)
-    yield pool
-    pool.discard()
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[Pool]:
-    """Four of them."""
-    pool = Pool(4)
-    yield pool
-    pool.discard()
+__all__ = ["four_ranks", "two_ranks"]

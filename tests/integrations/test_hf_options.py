@@ -9,16 +9,14 @@ import torch
 from models import llama
 from torch import nn
 from trainers import (
-    EVAL,
     NUM_STEPS,
-    TRAIN,
     StopAfter,
     arguments,
     compiled,
     logged,
+    plain,
     saving,
     seeded,
-    transformers,
     values,
 )
 from training import LOSS_TOLERANCE
@@ -29,10 +27,6 @@ from chunkc.compiler.compiled_model import compiled_of
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="runs where peft is installed, as `make test` does"
 )
-
-
-def plain(model: nn.Module, args: Any, **named: Any) -> Any:
-    return transformers.Trainer(model, args, train_dataset=TRAIN, eval_dataset=EVAL, **named)
 
 
 def adapted() -> nn.Module:

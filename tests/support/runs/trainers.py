@@ -30,6 +30,11 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
+SEARCHING: dict[str, Any] = {
+    "auto_find_batch_size": True, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 3,
+    "eval_strategy": "no",
+}  # fmt: skip
+"""Arguments of a run that begins with batches for which there is no plan."""
 TRAIN, EVAL = Tokens(NUM_SAMPLES, 0), Tokens(4, 1)
 
 
@@ -47,6 +52,10 @@ def arguments(directory: Path, **changed: Any) -> Any:
 def compiled(model: nn.Module, args: Any, **named: Any) -> Any:
     options = {"hw": HW, "compile_options": {"backend": "eager"}} | named
     return hf.ChunkcTrainer(model, args, train_dataset=TRAIN, eval_dataset=EVAL, **options)
+
+
+def plain(model: nn.Module, args: Any, **named: Any) -> Any:
+    return transformers.Trainer(model, args, train_dataset=TRAIN, eval_dataset=EVAL, **named)
 
 
 def scaled_by(loss_scale: float) -> dict[str, Any]:
