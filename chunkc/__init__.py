@@ -21,6 +21,7 @@ __all__ = [
     "AccumulationError",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "BudgetError",
     "CaptureError",
     "CheckpointError",
