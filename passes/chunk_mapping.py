@@ -37,7 +37,7 @@ def aligned_numel(numel: int, dtype: str, block_numel: int = 1) -> int:
 
 
 def aligned_chunk_numel(numel: int, dtype: str, spec: StateSpec) -> int:
-    """Round up the elements of a chunk of ``dtype``, the commonest, so that as many bytes are whole blocks in any."""
+    """Round up the elements of a chunk of the commonest dtype, so that its bytes are whole blocks in any."""
     return aligned_numel(numel, dtype, spec.block_numel * max(DTYPE_NBYTES.values()) // DTYPE_NBYTES[dtype])
 
 

@@ -130,7 +130,7 @@ def block_update_kernel(
 ) -> None:
     """Program ``i`` updates tile ``i``; see `block_update_launch`."""
     start, end, param = tile_bounds(tiles_ptr)
-    start = tl.multiple_of(start, _BLOCK_NUMEL)
+    start = start // _BLOCK_NUMEL * _BLOCK_NUMEL  # as it is: `tl.multiple_of` would say it of `end`, too
     row = tl.load(row_of_param_ptr + param)
     active = (row >= 0) & (tl.load(control_ptr + 1) == 0.0)
     row_ptr = rows_ptr + tl.maximum(row, 0) * _NUM_COLUMNS

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pair import batch
 from resumed import Bits, Run, check_equal
 from torch import nn
 
@@ -30,7 +31,7 @@ def whole() -> tuple[list[float], Bits]:
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all resident": {"hw": "emulated-16m-16m"},
-    "other chunks": {"chunk_size": 2000},
+    "other chunks": {"chunk_size": 3000},
     "large chunks": {"chunk_size": 5000},
     "states on the device": {"wishes": {"num_resident_states": 2}},
     "streamed states": {"wishes": {"streamed_share": 0.5}},
@@ -47,29 +48,35 @@ def test_neither_placement_nor_chunks_change_a_bit(name: str, whole: tuple[list[
     assert all(placed.offset % 256 == 0 for placed in plan.layout.placements)
 
 
-def test_a_checkpoint_loads_under_other_chunks(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_under_other_chunks(whole: tuple[list[float], Bits], tmp_path: Path) -> None:
     """Blocks are the parameters' own: codes come back bit for bit, and training goes on as it would have."""
-    first, second = run_of(), run_of(chunk_size=2000, seed=5)
+    first, second = run_of(), run_of(chunk_size=3000, seed=5)
     first.train(0, 2)
     first.save(tmp_path)
     second.load(tmp_path)
     check_equal(second.bits(), first.bits())
-    assert second.train(2, 4) == first.train(2, 4)
-    check_equal(second.bits(), first.bits())
+    assert second.train(2, 4) == whole[0][2:]
+    check_equal(second.bits(), whole[1])
+    assert chunkc.plan_of(second.model).layout.chunk_numel != chunkc.plan_of(first.model).layout.chunk_numel
 
 
 def test_states_are_exchanged_with_adamw(tmp_path: Path) -> None:
-    """Those of AdamW are rounded to codes, each parameter in blocks from its first element; the way back is exact."""
+    """Those of AdamW are rounded when they enter chunks, in blocks of their parameter; the way back is exact."""
     fp32, coded = run_of(make=lambda p: chunkc.AdamW(p, lr=1e-3)), run_of(seed=3)
     fp32.train(0, 2)
     fp32.save(tmp_path / "fp32")
     coded.load(tmp_path / "fp32")
+    check_equal(coded.bits(), fp32.bits())
+    coded.model(*batch(0)).backward()
+    coded.optimizer.zero_grad()
+    found, num_rounded = coded.bits(), 0
     for name, value in fp32.bits().items():
-        wanted = value
         if name.endswith(("exp_avg", "exp_avg_sq")):
             signed = is_signed(name)
-            wanted = dequantise(*quantise(value.flatten(), signed=signed), signed=signed).view_as(value)
-        assert torch.equal(coded.bits()[name], wanted), name
+            rounded = dequantise(*quantise(value.flatten(), signed=signed), signed=signed).view_as(value)
+            assert torch.equal(found[name], rounded), name
+            num_rounded += not torch.equal(rounded, value)
+    assert num_rounded > 4
     coded.save(tmp_path / "coded")
     back = run_of(make=lambda p: chunkc.AdamW(p, lr=1e-3), seed=4)
     back.load(tmp_path / "coded")
@@ -107,7 +114,7 @@ def test_training_is_that_of_the_definition() -> None:
             one(torch.randn(16, 24)).square().mean().backward()
         optimizer.step()
         reference_step(params, states, step, 1e-2, 0.1)
-    errors = [(p - q).abs().flatten() for p, q in zip(model.state_dict().values(), params, strict=True)]
+    errors = [(p - q.detach()).abs().flatten() for p, q in zip(model.state_dict().values(), params, strict=True)]
     assert float(torch.cat(errors).median()) < 1e-6 and float(torch.cat(errors).max()) < 1e-3
     found = optimizer.state_dict()["state"]
     for index, state in enumerate(states):

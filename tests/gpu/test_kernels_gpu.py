@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from types import ModuleType
 
+import block_update_checks
 import cast_checks
 import chunk_update_checks
 import grad_norm_checks

@@ -47,7 +47,7 @@ _CPP_TYPES: Final = {
 }
 _AGREED_NUMEL: Final = 5 * BLOCK_NUMEL + 77
 
-_SOURCE: Final = """
+SOURCE: Final = """
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <cmath>
@@ -147,18 +147,18 @@ extern "C" void update(
 def block_kernel(
     rule: UpdateRule, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, is_parallel: bool
 ) -> Kernel:
-    """The kernel of 8-bit Adam for these dtypes; eager, with a line of the log, without a compiler or its exact bits.
+    """The kernel of 8-bit Adam for these dtypes, on ranges that begin at blocks.
 
-    Ranges that it is called on begin at blocks.
+    It is eager, with a line of the log, without a compiler or where the loop gives other bits.
     """
-    eager = _Eager(rule)
+    eager = BlockEager(rule)
     try:
         function: Any = cpp_library(_source(gradient_dtype, payload_dtype, is_parallel=is_parallel)).update
     except LoopUnavailable as error:
         log_once(f"the host update of 8-bit states runs eagerly, which takes several times as long: {error}")
         return eager
-    kernel = _Loop(rule, function)
-    if not _agree(kernel, eager, gradient_dtype, payload_dtype):
+    kernel = BlockLoop(rule, function)
+    if not agree(kernel, eager, gradient_dtype, payload_dtype):
         log_once("the host update of 8-bit states runs eagerly: the compiled loop gives other results here")
         return eager
     return kernel
@@ -166,7 +166,7 @@ def block_kernel(
 
 def _source(gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, is_parallel: bool) -> str:
     payload = _CPP_TYPES[payload_dtype]
-    return _SOURCE.format(
+    return SOURCE.format(
         block_numel=BLOCK_NUMEL,
         min_scale_bits=int(torch.tensor(MIN_SCALE, dtype=torch.float32).view(torch.int32)),
         first_bin=FIRST_BIN,
@@ -179,7 +179,7 @@ def _source(gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, i
     )
 
 
-class _Loop:
+class BlockLoop:
     """The compiled loop, called on addresses."""
 
     def __init__(self, rule: UpdateRule, function: Any) -> None:
@@ -209,7 +209,7 @@ def _address(tensor: Tensor, first: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Eager:
+class BlockEager:
     rule: UpdateRule
 
     def __call__(
@@ -233,7 +233,7 @@ class _Eager:
                 payload[first:last].copy_(new[0])
 
 
-def _agree(kernel: Kernel, eager: Kernel, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> bool:
+def agree(kernel: Kernel, eager: Kernel, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> bool:
     """Whether both kernels make the same of blocks and a rest between elements that neither may touch."""
     coefficients = arbitrary_coefficients()
     found, wanted = (_random_chunk(gradient_dtype, payload_dtype) for _ in range(2))

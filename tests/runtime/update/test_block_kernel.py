@@ -72,16 +72,16 @@ def train(chunk: Chunk, sizes: list[int], num_steps: int = 3) -> list[Tensor]:
 def test_the_loop_is_compiled_and_has_the_bits_of_the_formula(dtype: torch.dtype) -> None:
     """`block_kernel` compares them; what it returns when they differ is not the loop."""
     kernel = module.block_kernel(ADAM_8BIT, dtype, dtype, is_parallel=False)
-    assert isinstance(kernel, module._Loop)
-    assert module._agree(kernel, module._Eager(ADAM_8BIT), dtype, dtype)
+    assert isinstance(kernel, module.BlockLoop)
+    assert module.agree(kernel, module.BlockEager(ADAM_8BIT), dtype, dtype)
 
 
 def test_another_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = module._SOURCE.replace("quotients[i] > borders[base]", "quotients[i] >= 1.01f * borders[base]")
-    assert source != module._SOURCE
-    monkeypatch.setattr(module, "_SOURCE", source)
+    source = module.SOURCE.replace("quotients[i] > borders[base]", "quotients[i] >= 1.01f * borders[base]")
+    assert source != module.SOURCE
+    monkeypatch.setattr(module, "SOURCE", source)
     make = module.block_kernel.__wrapped__
-    assert isinstance(make(ADAM_8BIT, torch.float32, None, is_parallel=False), module._Eager)
+    assert isinstance(make(ADAM_8BIT, torch.float32, None, is_parallel=False), module.BlockEager)
 
 
 def test_neither_cuts_nor_threads_change_bits() -> None:
