@@ -87,8 +87,12 @@ class CostRates:
         return rate
 
     def update_gparam_per_s(self, table: Mapping[str, float], dtype: str, states: StateSpec) -> float:
-        """The rate of updates of ``states`` where ``table`` has Adam's: as many bytes a second."""
-        return self.of_dtype(table, dtype) * (update_nbytes(dtype) / update_nbytes(dtype, states))
+        """The rate of updates of ``states`` where ``table`` has Adam's: as many bytes a second.
+
+        Of quantised states, which cost more to compute than to move, as many parameters a second.
+        """
+        rate = self.of_dtype(table, dtype)
+        return rate if states.quantised else rate * (update_nbytes(dtype) / update_nbytes(dtype, states))
 
 
 def update_nbytes(dtype: str, states: StateSpec = ADAM_STATES) -> float:

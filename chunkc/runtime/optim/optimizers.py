@@ -1,4 +1,4 @@
-"""chunkc's optimizers, with the arguments and defaults of torch's: AdamW, Adam and SGD; AdamW8bit and Lion.
+"""AdamW, Adam and SGD with torch's arguments and defaults; AdamW8bit and Lion.
 
 ``max_grad_norm``, on top of them, clips as `chunkc.runtime.optim.optimizer.ChunkOptimizer` says.
 """

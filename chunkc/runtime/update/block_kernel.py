@@ -48,6 +48,9 @@ _CPP_TYPES: Final = {
 _AGREED_NUMEL: Final = 5 * BLOCK_NUMEL + 77
 
 SOURCE: Final = """
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("O3", "tree-loop-vectorize")  // Inductor vectorises its own loops and turns this off
+#endif
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <cmath>
@@ -96,9 +99,16 @@ void encode(
         quotients[i] = quotient;
         places[i] = (bin > 0 ? bin : 0) + static_cast<int32_t>(bits >> 31) * {num_bins};
     }}
+    int32_t found[BLOCK];
     for (int64_t i = 0; i < n; ++i) {{
-        const int32_t base = bases[places[i]];
-        codes[i] = static_cast<uint8_t>(base + (quotients[i] > borders[base] ? 1 : 0));
+        found[i] = bases[places[i]];
+    }}
+    float above[BLOCK];
+    for (int64_t i = 0; i < n; ++i) {{
+        above[i] = borders[found[i]];
+    }}
+    for (int64_t i = 0; i < n; ++i) {{
+        codes[i] = static_cast<uint8_t>(found[i] + (quotients[i] > above[i] ? 1 : 0));
     }}
 }}
 
