@@ -77,7 +77,7 @@ def test_the_loop_is_compiled_and_has_the_bits_of_the_formula(dtype: torch.dtype
 
 
 def test_another_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = module.SOURCE.replace("quotients[i] > borders[base]", "quotients[i] >= 1.01f * borders[base]")
+    source = module.SOURCE.replace("quotients[i] > above[i]", "quotients[i] >= 1.01f * above[i]")
     assert source != module.SOURCE
     monkeypatch.setattr(module, "SOURCE", source)
     make = module.block_kernel.__wrapped__
