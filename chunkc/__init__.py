@@ -22,6 +22,7 @@ __all__ = [
     "AccumulationError",
     "Adam",
     "AdamW",
+    "AdamW8bit",
     "BudgetError",
     "CaptureError",
     "CheckpointError",

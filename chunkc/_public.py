@@ -31,6 +31,7 @@ from chunkc.runtime.optim.grad_scaler import GradScaler as GradScaler
 from chunkc.runtime.optim.optimizers import SGD as SGD
 from chunkc.runtime.optim.optimizers import Adam as Adam
 from chunkc.runtime.optim.optimizers import AdamW as AdamW
+from chunkc.runtime.optim.optimizers import AdamW8bit as AdamW8bit
 from chunkc.runtime.optim.optimizers import Lion as Lion
 from chunkc.weights.load import load_pretrained as load_pretrained
 from chunkc.weights.save import save_safetensors as save_safetensors

@@ -114,8 +114,9 @@ def compile(  # the name that torch.compile taught users
             number: always by that. A step with an infinite or NaN gradient changes nothing, and ``param.grad`` shows
             gradients unscaled. Compute the loss inside the forward, or in fp32: what it divides by outside in fp16 is
             lost before it is scaled (or use `chunkc.GradScaler`).
-        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum or without) or ``"lion"``: whose states the plan
-            makes room for. One of chunkc's optimizers that is made before the first forward says it by itself.
+        optimizer: ``"adamw"``, ``"adam"``, ``"adamw8bit"``, ``"sgd"`` (with momentum or without) or ``"lion"``: whose
+            states the plan makes room for. One of chunkc's optimizers that is made before the first forward says it by
+            itself.
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.

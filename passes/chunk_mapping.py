@@ -5,6 +5,7 @@ dtype, and those that no graph uses (kept in fp32). A group is packed as one roo
 device, and a tensor in it may reach over several chunks. Tensors are aligned to 256 bytes; one that does not fit in the
 rest of a group opens the next. With a *look-back* it may fill a gap in one of the groups before (first fit among the
 latest groups instead of next fit; Johnson, 1974): fewer groups, of tensors less close in use, so the search tries both.
+Where states are quantised, tensors are aligned to whole blocks too (`chunkc.ir.state_spec`).
 
 A tensor larger than a group starts a fresh one and spans groups without gaps; what follows it may use the tail of its
 last group. Groups that a tensor chains move together, which is why it does not start in the rest of another.
@@ -29,20 +30,29 @@ from chunkc.passes.support.draft import ChunkBlocks, Draft, Liveness, decided
 UNUSED_DTYPE = "float32"
 
 
-def aligned_numel(numel: int, dtype: str) -> int:
-    """``numel`` rounded up so that as many elements of ``dtype`` are a multiple of 256 bytes."""
-    step = ALIGNMENT_NBYTES // DTYPE_NBYTES[dtype]
+def aligned_numel(numel: int, dtype: str, block_numel: int = 1) -> int:
+    """``numel`` rounded up to a multiple of 256 bytes of ``dtype`` and of ``block_numel``, a power of two."""
+    step = max(ALIGNMENT_NBYTES // DTYPE_NBYTES[dtype], block_numel)
     return -(-numel // step) * step
+
+
+def aligned_chunk_numel(numel: int, dtype: str, spec: StateSpec) -> int:
+    """Round up the elements of a chunk of the commonest dtype, so that its bytes are whole blocks in any."""
+    return aligned_numel(numel, dtype, spec.block_numel * max(DTYPE_NBYTES.values()) // DTYPE_NBYTES[dtype])
 
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one list: ``used`` elements of each group, of which ``lookback`` latest may be filled."""
+    """Packs one list: ``used`` elements of each group, of which ``lookback`` latest may be filled.
+
+    Tensors begin at multiples of ``block_numel``.
+    """
 
     numel: int
     dtype: str
     group_size: int
     lookback: int = 0
+    block_numel: int = 1
     used: list[int] = field(default_factory=list)
 
     @property
@@ -54,7 +64,7 @@ class _Packer:
         """``(chunk, offset, num_chunks)`` of the next tensor, chunks counted within the list."""
         latest = len(self.used) - 1
         for group in range(max(0, latest - self.lookback), latest + 1):
-            offset = aligned_numel(self.used[group], self.dtype)
+            offset = aligned_numel(self.used[group], self.dtype, self.block_numel)
             if offset + numel <= self.room:
                 self.used[group] = offset + numel
                 return self._placed(group, offset, numel)
@@ -98,7 +108,7 @@ def pack(
     for (kind, dtype), members in lists.items():
         if kind is ChunkList.UNUSED:
             chunks += _grad_chunks(chunks, liveness)
-        packer = _Packer(nbytes // DTYPE_NBYTES[dtype], dtype, world_size, lookback)
+        packer = _Packer(nbytes // DTYPE_NBYTES[dtype], dtype, world_size, lookback, state_spec.block_numel)
         first = len(chunks)
         for param in members:
             if schedule.params[param].numel:

@@ -17,7 +17,7 @@ from chunkc.ir.layout import ALIGNMENT_NBYTES, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.tiers import SLOWER_TIERS, Tier
-from chunkc.passes.chunk_mapping import aligned_numel, pack
+from chunkc.passes.chunk_mapping import aligned_chunk_numel, pack
 from chunkc.passes.residency import moved_nbytes, plan_intervals, used_ranges
 from chunkc.passes.support.arena import buffers_of, lay_out
 from chunkc.passes.support.budget import (
@@ -157,10 +157,12 @@ def search(draft: Draft) -> list[Candidate]:
     """
     liveness = decided(draft.liveness, "liveness")
     schedule, target, options = draft.schedule, draft.target, draft.options
-    if options.chunk_numel is not None:
-        numels: tuple[int, ...] = (aligned_numel(options.chunk_numel, commonest_dtype(schedule.params)),)
-    else:
-        numels = candidates(schedule, liveness, target.world_size)
+    wanted = (
+        candidates(schedule, liveness, target.world_size) if options.chunk_numel is None else (options.chunk_numel,)
+    )
+    dtype = commonest_dtype(schedule.params)
+    aligned = (aligned_chunk_numel(numel, dtype, options.state_spec) for numel in wanted)
+    numels = tuple(dict.fromkeys(aligned))
     tried = [c for numel in numels for c in evaluate(schedule, liveness, target, options, numel)]
     fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
     if not fitting:
@@ -205,6 +207,8 @@ class ChunkSizePass:
         note += f", gaps filled {best.lookback} chunks back" if best.lookback else ""
         wanted = draft.options.chunk_numel
         if wanted is not None and wanted != best.chunk_numel:
-            note += f"; rounded up from {wanted}, chunks start at multiples of {ALIGNMENT_NBYTES} bytes"
+            block_numel = draft.options.state_spec.block_numel
+            blocks = "" if block_numel == 1 else f" and hold blocks of {block_numel} elements"
+            note += f"; rounded up from {wanted}, chunks start at multiples of {ALIGNMENT_NBYTES} bytes{blocks}"
         sizes = tuple(dict.fromkeys(c.chunk_numel for c in fitting))
         return replace(draft, chunk_numel=best.chunk_numel, lookback=best.lookback, fitting_numels=sizes, note=note)

@@ -27,8 +27,8 @@ from chunkc.runtime.optim.state_dict import MASTER_PART, check_range, managed
 from chunkc.runtime.storage.staging import round_to
 from chunkc.weights.tensors import ModelTensors
 
-_TITLES: Final = {"Adam": "Adam", "AdamW": "Adam", "SGD": "SGD", "Lion": "Lion"}
-"""Titles of rules by the classes that checkpoints name."""
+_TITLES: Final = {"Adam": "Adam", "AdamW": "Adam", "AdamW8bit": "Adam", "SGD": "SGD", "Lion": "Lion"}
+"""Titles of rules by the classes that checkpoints name; those of 8-bit states are exchanged with those in fp32."""
 
 T = TypeVar("T")
 
@@ -104,6 +104,10 @@ def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[
     )
 
 
+def _title_of(optimizer: ChunkOptimizer) -> str:
+    return optimizer.declare(optimizer.param_groups).title.removeprefix("8-bit ")
+
+
 def check_optimizer_fits(fit: Fit, optimizer: ChunkOptimizer, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups of a checkpoint in torch's layout, for those of ``optimizer``.
 
@@ -113,7 +117,7 @@ def check_optimizer_fits(fit: Fit, optimizer: ChunkOptimizer, saved: Mapping[str
         ChunkcError: when the groups are of another optimizer, and where the model's plan has no room for the states.
     """
     name = type(optimizer).__name__
-    if saved["class"] != name and _TITLES.get(saved["class"]) != optimizer.declare(optimizer.param_groups).title:
+    if saved["class"] != name and _TITLES.get(saved["class"]) != _title_of(optimizer):
         raise fit.refuse(f"it was saved with chunkc.{saved['class']:.60}, and chunkc.{name} was given")
     runtime, groups, first = fit.runtime, [], 0
     ours = [[runtime.parameters.name_of(managed(p)[1]) for p in group["params"]] for group in optimizer.param_groups]

@@ -17,7 +17,7 @@ from chunkc.hardware.assumptions import Assumed, Host, assumed, host_of
 from chunkc.hardware.profile import DtypeRate, Rates
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES
-from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.state_spec import ADAM_STATES, BLOCK_NUMEL, StateSpec
 from chunkc.ir.tiers import COPIED_TIERS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -87,13 +87,17 @@ class CostRates:
         return rate
 
     def update_gparam_per_s(self, table: Mapping[str, float], dtype: str, states: StateSpec) -> float:
-        """The rate of updates of ``states`` where ``table`` has Adam's: as many bytes a second."""
-        return self.of_dtype(table, dtype) * (update_nbytes(dtype) / update_nbytes(dtype, states))
+        """The rate of updates of ``states`` where ``table`` has Adam's: as many bytes a second.
+
+        Of quantised states, which cost more to compute than to move, as many parameters a second.
+        """
+        rate = self.of_dtype(table, dtype)
+        return rate if states.quantised else rate * (update_nbytes(dtype) / update_nbytes(dtype, states))
 
 
-def update_nbytes(dtype: str, states: StateSpec = ADAM_STATES) -> int:
+def update_nbytes(dtype: str, states: StateSpec = ADAM_STATES) -> float:
     """Bytes that an update moves for one parameter: gradient, master, states; master, states, parameter."""
-    return 2 * (states.nbytes_per_element + DTYPE_NBYTES[dtype])
+    return 2 * (states.nbytes_of(BLOCK_NUMEL) / BLOCK_NUMEL + DTYPE_NBYTES[dtype])
 
 
 def cost_rates(hw: Hardware) -> CostRates:

@@ -216,14 +216,14 @@ class Layout:
         return sum(self.second_home_nbytes_of(c) for c in self.owned() if c.has_second_home and c.home is tier)
 
     def os_nbytes_of(self, chunk: Chunk) -> int:
-        return chunk.numel * self.state_spec.nbytes_per_element
+        return self.state_spec.stored_nbytes(chunk.numel)
 
     def second_home_nbytes_of(self, chunk: Chunk) -> int:
         """Bytes that a second home of ``chunk`` takes or would take."""
         return chunk.nbytes + self.os_nbytes_of(chunk)
 
     def used_os_nbytes_of(self, chunk: Chunk) -> int:
-        return chunk.used_numel * self.state_spec.nbytes_per_element
+        return self.state_spec.nbytes_of(chunk.used_numel)
 
     def model_data_nbytes(self) -> int:
         """Bytes of parameters and optimizer states as elements count, without padding; no gradients."""
@@ -231,7 +231,7 @@ class Layout:
         for placement in self.placements:
             info = self.params[placement.param]
             trained = placement.num_chunks > 0 and self.chunks[placement.chunk].list is ChunkList.TRAINED
-            total += info.nbytes + (info.numel * self.state_spec.nbytes_per_element if trained else 0)
+            total += info.nbytes + (self.state_spec.nbytes_of(info.numel) if trained else 0)
         return total
 
     def utilisation(self) -> float:

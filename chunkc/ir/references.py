@@ -7,14 +7,14 @@ walks through them, in time and memory that are linear in the size of the plan; 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sized
+from collections.abc import Mapping, Sized
 from typing import Final
 
 from chunkc.files import FormatError
-from chunkc.ir.layout import Chunk, Layout
+from chunkc.ir.layout import Layout, Placement
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Plan, Program, State
-from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES, ParamInfo
-from chunkc.ir.state_spec import MASTER, StateSpec
+from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+from chunkc.ir.state_spec import MASTER, STATE_NBYTES, StateSpec
 
 MAX_RANKS: Final = 2**20
 MAX_NUMEL: Final = 2**53
@@ -51,10 +51,10 @@ def _check_state_spec(spec: StateSpec) -> None:
     for position, (name, dtype) in enumerate(zip(spec.names, spec.dtypes, strict=True)):
         if not name.isidentifier() or name in (MASTER, *spec.names[:position]):
             raise FormatError(f"must be a name of its own, found {name!r:.60}", f"layout.state_spec.names[{position}]")
-        _check_dtype(dtype, f"layout.state_spec.dtypes[{position}]", FLOAT_DTYPES)
+        _check_dtype(dtype, f"layout.state_spec.dtypes[{position}]", STATE_NBYTES)
 
 
-def _check_dtype(dtype: str, place: str, known: Collection[str] = DTYPE_NBYTES) -> None:
+def _check_dtype(dtype: str, place: str, known: Mapping[str, int] = DTYPE_NBYTES) -> None:
     if dtype not in known:
         raise FormatError(f"must be one of {', '.join(known)}, found {dtype!r:.60}", place)
 
@@ -78,6 +78,9 @@ def _check_chunks(layout: Layout) -> None:
         _check_dtype(chunk.dtype, f"{place}.dtype")
         if not 1 <= chunk.numel <= MAX_NUMEL:
             raise FormatError(f"must be from 1 to {MAX_NUMEL}, found {chunk.numel}", f"{place}.numel")
+        if chunk.numel % layout.state_spec.block_numel:
+            blocks = f"blocks of {layout.state_spec.block_numel} elements"
+            raise FormatError(f"states are quantised in {blocks}, found {chunk.numel}", f"{place}.numel")
         if chunk.used_numel > chunk.numel:
             raise FormatError(f"{chunk.used_numel} of {chunk.numel} elements are used", f"{place}.used_numel")
         if chunk.partner is not None:
@@ -104,12 +107,15 @@ def _check_placements(layout: Layout) -> None:
         spanned += placed.num_chunks
         if spanned > len(layout.params) + len(layout.chunks):
             raise FormatError("parameters up to here reach over more chunks than hold them", f"{place}.num_chunks")
-        _check_offset(layout.chunks[placed.chunk], placed.offset, f"{place}.offset")
+        _check_offset(layout, placed, f"{place}.offset")
 
 
-def _check_offset(chunk: Chunk, offset: int, place: str) -> None:
-    if offset >= chunk.numel:
-        raise FormatError(f"c{chunk.index} has {chunk.numel} elements, found {offset}", place)
+def _check_offset(layout: Layout, placed: Placement, place: str) -> None:
+    chunk, block_numel = layout.chunks[placed.chunk], layout.state_spec.block_numel
+    if placed.offset >= chunk.numel:
+        raise FormatError(f"c{chunk.index} has {chunk.numel} elements, found {placed.offset}", place)
+    if placed.offset % block_numel:
+        raise FormatError(f"states are quantised in blocks of {block_numel} elements, found {placed.offset}", place)
 
 
 def _check_segments(plan: Plan) -> None:

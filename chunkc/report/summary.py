@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Layout
 from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import DTYPE_NBYTES, largest_saved
+from chunkc.ir.schedule import largest_saved
 from chunkc.ir.tiers import COPIED_TIERS, SLOWER_TIERS, Tier
 from chunkc.report.columns import table, wrapped
 from chunkc.report.units import ESTIMATE_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
@@ -60,12 +60,14 @@ def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
         payloads = [c for c in owned if c.dtype == dtype and c.list is not ChunkList.GRAD]
         nbytes = sum(info.nbytes for info in infos)
         yield _kind(f"param16 ({dtype})", sum(i.numel for i in infos), nbytes, *_payloads(payloads), unit)
-    numel = sum(layout.params[p.param].numel for p in layout.placements if _trained(layout, p.chunk))
+    numels = [layout.params[p.param].numel for p in layout.placements if _trained(layout, p.chunk)]
+    numel = sum(numels)
     stored = sum(c.numel for c in owned if c.os_home is not None)
     resident = sum(c.numel for c in owned if c.has_resident_os)
-    for name, dtype in layout.state_spec.lists():
-        size = DTYPE_NBYTES[dtype]
-        yield _kind(f"{name} ({dtype})", numel, numel * size, stored * size, resident * size, unit)
+    for entry in layout.state_spec.lists():
+        num_entries = sum(-(-count // entry.block_numel) for count in numels)
+        sizes = (sum(map(entry.nbytes_of, numels)), entry.nbytes_of(stored), entry.nbytes_of(resident))
+        yield _kind(f"{entry.name} ({entry.dtype})", num_entries, *sizes, unit)
     grads = [c for c in owned if c.list is ChunkList.GRAD]
     apart_numel, apart_nbytes = _apart_gradients(layout)
     yield _kind("gradients (overlay param16)", numel - apart_numel, 0, 0, 0, unit)
@@ -189,4 +191,5 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
         yield ESTIMATE_NOTE
     yield "utilisation of parameters: without grad chunks and rank padding"
     spec = plan.layout.state_spec
-    yield f"param16: parameters in compute dtype. state: {spec}, {spec.nbytes_per_element} bytes per element."
+    blocks = f" and {spec.nbytes_per_block} per block of {spec.block_numel}" if spec.quantised else ""
+    yield f"param16: parameters in compute dtype. state: {spec}, {spec.nbytes_per_element} bytes per element{blocks}."

@@ -89,6 +89,7 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: chunkc.SGD(params, lr=1e-3, momentum=0.9, weight_decay=0.1),
     "plain sgd": lambda params: chunkc.SGD(params, lr=1e-3),
     "lion": lambda params: chunkc.Lion(params, lr=1e-3, weight_decay=0.1),
+    "adamw8bit": lambda params: chunkc.AdamW8bit(params, lr=1e-3),
 }
 
 
@@ -96,7 +97,7 @@ def run_of(name: str, **options: Any) -> Run:
     return Run(dtype=torch.bfloat16, make=MAKES[name], **options)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion", pytest.param("plain sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["sgd", "lion", "adamw8bit", pytest.param("plain sgd", marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     """From a checkpoint into a model that has its chunks and one that has not, and from state dicts."""
     whole, first = run_of(name), run_of(name)
@@ -208,7 +209,9 @@ def test_the_optimizer_made_last_is_the_one_planned_for() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ChunkcError, match=r"optimizer='adagrad' is none that chunkc has: give one of adamw, adam, sgd"):
+    with pytest.raises(
+        ChunkcError, match=r"optimizer='adagrad' is none that chunkc has: give one of adamw, adam, adamw8bit, sgd"
+    ):
         compiled(optimizer="adagrad")
 
 

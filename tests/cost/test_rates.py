@@ -54,6 +54,9 @@ def test_updates_of_other_states_are_as_fast_by_bytes() -> None:
     assert (update_nbytes("float16", lion), update_nbytes("float32", StateSpec((), ()))) == (20, 16)
     assert rates.update_gparam_per_s(table, "float16", ADAM_STATES) == 1.0
     assert rates.update_gparam_per_s(table, "float16", lion) == pytest.approx(28 / 20)
+    codes = StateSpec(ADAM_STATES.names, ("uint8", "uint8"))
+    assert update_nbytes("float16", codes) == 2 * (4 + 2 + 2 + 2 * 4 / 256)
+    assert rates.update_gparam_per_s(table, "float16", codes) == 1.0, "it computes more, and is not counted as faster"
 
 
 def test_figures_of_a_v100_by_hand() -> None:

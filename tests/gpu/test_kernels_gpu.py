@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from types import ModuleType
 
+import block_update_checks
 import cast_checks
 import chunk_update_checks
 import grad_norm_checks
@@ -15,7 +16,8 @@ from chunkc.triton_kernels.launch import MAX_NUMEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
-CASES = [(module, name) for module in (chunk_update_checks, cast_checks, grad_norm_checks) for name in module.CHECKS]
+MODULES = (chunk_update_checks, block_update_checks, cast_checks, grad_norm_checks)
+CASES = [(module, name) for module in MODULES for name in module.CHECKS]
 HUGE_NBYTES = (2 + 3 * 4) * MAX_NUMEL + 2**30
 
 

@@ -31,6 +31,17 @@ def test_bytes_of_states(names: tuple[str, ...], nbytes: int) -> None:
     assert layout.model_data_nbytes() == params + states
 
 
+def test_bytes_of_quantised_states() -> None:
+    """A byte an element and a scale a block, counted for each parameter; what a chunk stores is aligned."""
+    spec = StateSpec(("exp_avg", "exp_avg_sq"), ("uint8", "uint8"))
+    assert (spec.nbytes_per_element, spec.nbytes_per_block, spec.block_numel) == (6, 8, 256)
+    assert [spec.nbytes_of(n) for n in (0, 1, 256, 257)] == [0, 6 + 8, 6 * 256 + 8, 6 * 257 + 16]
+    assert spec.stored_nbytes(256) == 7 * 256 and spec.stored_nbytes(256 * 32) == 256 * 32 * 6 + 256
+    entries = {entry.name: entry for entry in spec.lists()}
+    assert list(entries) == ["param32", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"]
+    assert entries["exp_avg_scale"].entries(512, 1000) == slice(2, 4)
+
+
 def test_slot_end() -> None:
     assert Slot(0, 256, 100).end == 356
 

@@ -50,6 +50,8 @@ FAULTS: dict[str, tuple[Change, str]] = {
      r"layout\.state_spec\.dtypes\[1\]: must be one"),
     "a state twice": (lambda d: d["layout"]["state_spec"].update(names=["exp_avg", "exp_avg"]),
      r"layout\.state_spec\.names\[1\]: must be a name of its own, found 'exp_avg'"),
+    "a chunk of broken blocks": (lambda d: d["layout"]["state_spec"].update(dtypes=["uint8", "uint8"]),
+     r"layout\.chunks\[0\]\.numel: states are quantised in blocks of 256 elements"),
     "no name": (lambda d: d["layout"]["state_spec"].update(names=["exp_avg", "\x1b[31m"]),
      r"layout\.state_spec\.names\[1\]: must be a name of its own"),
     "no action": (lambda d: d["programs"][0]["actions"].__setitem__(1, "runs fwd.0 @compute"),

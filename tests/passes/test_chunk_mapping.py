@@ -7,7 +7,8 @@ from schedules import gpt_like, op, param, schedule, schedules
 
 from chunkc.ir.layout import ChunkList, Layout, Placement
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
-from chunkc.passes.chunk_mapping import aligned_numel, blocks_of, least_groups, pack
+from chunkc.ir.state_spec import BLOCK_NUMEL, StateSpec
+from chunkc.passes.chunk_mapping import aligned_chunk_numel, aligned_numel, blocks_of, least_groups, pack
 from chunkc.passes.chunk_size import candidates
 from chunkc.passes.liveness import analyse
 
@@ -165,3 +166,17 @@ def test_twenty_b_at_its_table_size_is_packed_as_well_as_can_be() -> None:
     """At 288 Mi the two 256 Mi matrices of a layer need a chunk each, and 192 Mi + 64 Mi fill a third one."""
     layout = packed(gpt_like(25, 8192, 30522), 288 << 20)
     assert len(layout.chunks) == 25 * 3 + 1
+
+
+@given(schedules(), st.sampled_from([64, 640, 5056]), st.sampled_from([1, 2, 3]))
+def test_blocks_of_quantised_states_follow_from_the_parameter(found: Schedule, numel: int, world_size: int) -> None:
+    """Every part of a parameter in a chunk begins at a block of the parameter and of the chunk."""
+    spec = StateSpec(("exp_avg",), ("uint8",))
+    wanted = aligned_chunk_numel(numel, commonest_dtype(found.params), spec)
+    layout = pack(found, analyse(found), wanted, world_size, state_spec=spec)
+    assert all(chunk.numel % BLOCK_NUMEL == 0 for chunk in layout.chunks)
+    for place, info in zip(layout.placements, found.params, strict=True):
+        if info.numel:
+            assert place.offset % BLOCK_NUMEL == 0
+            parts = [part for _, part in layout.parts_of(place.param)]
+            assert sum(parts) == info.numel and all(part % BLOCK_NUMEL == 0 for part in parts[:-1])

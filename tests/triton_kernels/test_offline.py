@@ -10,6 +10,8 @@ import torch
 from offline import compile_offline, source_of
 from torch import Tensor
 
+from chunkc.triton_kernels.block_update import BLOCK_NUMEL, NUM_CODES, block_update_launch
+from chunkc.triton_kernels.block_update import MAX_REGISTERS as BLOCK_MAX_REGISTERS
 from chunkc.triton_kernels.cast import restore_launch
 from chunkc.triton_kernels.chunk_update import FORMULAS, ROW_COLUMNS, chunk_update_launch
 from chunkc.triton_kernels.grad_norm import UNROLLED, grad_norm_launches
@@ -52,6 +54,15 @@ def update(rule: str, grad: torch.dtype, payload: torch.dtype | None) -> Launch:
 
 def adam(grad: torch.dtype, payload: torch.dtype | None) -> Launch:
     return update("adam", grad, payload)
+
+
+def block_update(grad: torch.dtype) -> Launch:
+    gradient, param32, *codes = lists(grad, F32, torch.uint8, torch.uint8)
+    scales = [torch.zeros(2 * BLOCK // BLOCK_NUMEL) for _ in codes]
+    borders, bases = torch.zeros(2, NUM_CODES), torch.zeros(2, 2, 3073, dtype=torch.int32)
+    tables = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, ROW_COLUMNS), torch.zeros(2))
+    states = [param32, *codes, *scales, borders, borders, bases]
+    return block_update_launch("adam_8bit", states, gradient, torch.zeros_like(gradient), TILES, *tables)
 
 
 def squares(grad: torch.dtype) -> Launch:
@@ -105,6 +116,18 @@ def test_compiled(case: str, capability: int, tmp_path: Path) -> None:
     assert compiled.count("ld", 2) == compiled.count("st", 2) == 0
     assert compiled.spilled_nbytes == compiled.stack_nbytes == 0
     assert compiled.num_registers <= MAX_REGISTERS
+
+
+@pytest.mark.parametrize("grad", [BF16, pytest.param(F32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", EVERY_CASE)
+def test_block_update_compiled(grad: torch.dtype, capability: int, tmp_path: Path) -> None:
+    """Vectors wherever a tile is full: eight codes at a time, and no spills; rounding as in `chunk_update`."""
+    compiled = compile_offline(block_update(grad), capability, tmp_path)
+    assert (compiled.count("ld", 4), compiled.count("st", 4)) == (words(grad, F32), words(F32, grad))
+    assert (compiled.count("ld", 2), compiled.count("st", 2)) == (2, 2)
+    assert compiled.spilled_nbytes == compiled.stack_nbytes == 0
+    assert compiled.num_registers <= BLOCK_MAX_REGISTERS
+    assert ".ftz" not in compiled.ptx and ".approx" not in compiled.ptx
 
 
 def test_misaligned_lists_get_no_vectors(tmp_path: Path) -> None:

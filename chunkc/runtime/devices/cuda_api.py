@@ -33,7 +33,10 @@ class ChunkKernels(Protocol):
     def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor: ...
 
     def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
-        """Update one chunk by a rule; ``tensors``: gradient, payload, tiles, row_of_param, rows, control."""
+        """Update one chunk by a rule; ``tensors``: gradient, payload, tiles, row_of_param, rows, control.
+
+        ``states``: the rule's lists; of a rule of quantised states also the tables of codes.
+        """
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch: ...
 
@@ -156,6 +159,7 @@ class CudaApi:
 
 class TritonKernels:
     def __init__(self) -> None:
+        from chunkc.triton_kernels.block_update import BLOCK_FORMULAS, block_update_launch
         from chunkc.triton_kernels.cast import restore_launch
         from chunkc.triton_kernels.chunk_update import chunk_update_launch
         from chunkc.triton_kernels.grad_norm import grad_norm_launches, make_norm_tiles
@@ -163,9 +167,11 @@ class TritonKernels:
 
         self.make_tiles, self.make_norm_tiles = make_tiles, make_norm_tiles
         self._restore, self._chunk_update, self._grad_norm = restore_launch, chunk_update_launch, grad_norm_launches
+        self._block_rules, self._block_update = BLOCK_FORMULAS, block_update_launch
 
     def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
-        return self._chunk_update(rule, states, *tensors).run
+        make_launch = self._block_update if rule in self._block_rules else self._chunk_update
+        return make_launch(rule, states, *tensors).run
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
         return self._restore(param32, payload, tiles).run

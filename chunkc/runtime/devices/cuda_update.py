@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from chunkc.runtime.devices.cuda_api import ChunkKernels, KernelLaunch
+from chunkc.runtime.update.block_quantisation import code_tables
 from chunkc.runtime.update.cpu_update import Piece
 from chunkc.runtime.update.rules import ROW_NUMEL, UpdateRule
 from chunkc.runtime.update.update_inputs import StepInputs, tables_of
@@ -97,9 +98,13 @@ class GpuUpdate:
         beyond = [p for p in pieces if p.end > payload.numel()]
         if beyond:
             raise ValueError(f"{beyond[0]} leaves the chunk of {payload.numel()} elements")
+        within = [p for p in pieces if p.start % rule.states.block_numel]
+        if within:
+            raise ValueError(f"{within[0]} begins within a block of {rule.states.block_numel} elements")
         tiles = kernels.make_tiles([(p.start, p.end, p.param) for p in pieces], payload.device)
         self._lists = (payload if gradient is None else gradient, payload, tiles)
-        self._rule, self._states = rule.name, tuple(states)
+        self._rule = rule.name
+        self._states = (*states, *(code_tables(payload.device) if rule.states.quantised else ()))
         self._restore = kernels.restore(states[0], payload, tiles)
         self._update: KernelLaunch | None = None
         self._over: tuple[torch.Tensor, ...] = ()

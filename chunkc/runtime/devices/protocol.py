@@ -155,13 +155,13 @@ class Device(Protocol):
         Args:
             rule: the formula of an element.
             payload: grad16 before an update unless ``gradient`` is given, param16 after it.
-            states: param32 and the rule's states, in float32.
+            states: param32 and the rule's lists, in their dtypes (`chunkc.ir.state_spec`).
             pieces: the parameters' elements in the chunk; what lies between them is neither read nor written.
             gradient: the gradient chunk where the overlay is not legal; it is only read.
             target: payload and states of a second home, on CPU alone: the update is a `SecondHomeUpdate`, which writes
                 there and leaves ``payload`` and ``states`` as they are.
 
-        All tensors are contiguous, have one dimension and the same number of elements.
+        All tensors are contiguous, have one dimension and the same number of elements, scales one for each block.
 
         Raises:
             ValueError: when a tensor or a piece breaks these rules.

@@ -1,4 +1,4 @@
-"""chunkc's optimizers, with the arguments and defaults of torch's: AdamW, Adam and SGD; and Lion.
+"""AdamW, Adam and SGD with torch's arguments and defaults; AdamW8bit and Lion.
 
 ``max_grad_norm``, on top of them, clips as `chunkc.runtime.optim.optimizer.ChunkOptimizer` says.
 """
@@ -14,7 +14,17 @@ from torch.optim.optimizer import ParamsT
 from chunkc.errors import ChunkcError
 from chunkc.runtime.optim.optimizer import ChunkOptimizer
 from chunkc.runtime.optim.state_dict import Groups
-from chunkc.runtime.update.rules import ADAM, LION, SGD_MOMENTUM, AdamHyper, Hyper, LionHyper, SgdHyper, UpdateRule
+from chunkc.runtime.update.rules import (
+    ADAM,
+    ADAM_8BIT,
+    LION,
+    SGD_MOMENTUM,
+    AdamHyper,
+    Hyper,
+    LionHyper,
+    SgdHyper,
+    UpdateRule,
+)
 from chunkc.runtime.update.rules import SGD as PLAIN_SGD
 
 _IMPLEMENTATIONS: Final[dict[str, Any]] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
@@ -30,6 +40,7 @@ class Adam(ChunkOptimizer):
     """
 
     _decoupled: ClassVar[bool] = False
+    _rule: ClassVar[UpdateRule] = ADAM
 
     def __init__(
         self,
@@ -43,7 +54,7 @@ class Adam(ChunkOptimizer):
     ) -> None:
         options = {**_IMPLEMENTATIONS, "amsgrad": False, "capturable": False}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **options}
-        super().__init__(ADAM, params, {**defaults, "decoupled_weight_decay": self._decoupled}, max_grad_norm)
+        super().__init__(self._rule, params, {**defaults, "decoupled_weight_decay": self._decoupled}, max_grad_norm)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
@@ -81,6 +92,22 @@ class AdamW(Adam):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm=max_grad_norm)
+
+
+class AdamW8bit(AdamW):
+    """AdamW with 8-bit states: 6 bytes an element less; arguments and defaults are AdamW's.
+
+    ``exp_avg`` and ``exp_avg_sq`` are a code of one byte for each element and a float32 scale for each 256
+    (`chunkc.runtime.update.block_quantisation`; Dettmers et al., ICLR 2022). State dicts and checkpoints hold the
+    float32 values that they stand for, so that they can be exchanged with AdamW's: those of AdamW are rounded when they
+    are loaded, those of AdamW8bit come back bit for bit. All parameters are quantised, also small ones.
+
+    Args:
+        params: parameters of one compiled model, or groups of them.
+        max_grad_norm: as of `AdamW`.
+    """
+
+    _rule: ClassVar[UpdateRule] = ADAM_8BIT
 
 
 class SGD(ChunkOptimizer):

@@ -25,7 +25,7 @@ Offsets = dict[int, tuple[int, ...]]
 """Bytes into a slab where each chunk's home begins, and its second home if it has one, by chunk."""
 
 ChunkStates = Mapping[str, torch.Tensor]
-"""Views of one chunk's optimizer states by name, param32 first: 1-D, ``used_numel`` elements each."""
+"""Views of the lists of one chunk's optimizer states by name, param32 first (`StateSpec.lists`): 1-D."""
 
 
 class ChunkStore:
@@ -77,8 +77,9 @@ class ChunkStore:
             if not chunk.is_resident:
                 self._device.touch_home(self.payload_home(chunk)[part.in_chunk])
             if chunk.has_os_below:
-                for tensor in self.states_home(chunk).values():
-                    self._device.touch_home(tensor[part.in_chunk])
+                lists = self.layout.state_spec.lists()
+                for entry, tensor in zip(lists, self.states_home(chunk).values(), strict=True):
+                    self._device.touch_home(tensor[entry.entries(part.start, part.end)])
 
     def pin(self) -> None:
         """Pin the homes, in which all parameters stand; raises `HardwareError` when the system does not."""
@@ -234,10 +235,10 @@ class ChunkStore:
 
     def _states(self, memory: torch.Tensor, offset: int, chunk: Chunk) -> ChunkStates:
         states = {}
-        for name, dtype in self.layout.state_spec.lists():
-            size = DTYPE_NBYTES[dtype]
-            states[name] = memory[offset : offset + chunk.used_numel * size].view(_dtype(dtype))
-            offset += chunk.numel * size
+        for entry in self.layout.state_spec.lists():
+            nbytes = entry.nbytes_of(chunk.used_numel)
+            states[entry.name] = memory[offset : offset + nbytes].view(_dtype(entry.dtype))
+            offset += entry.nbytes_of(chunk.numel)
         return states
 
     def param_in_slot(self, param: int, slot: int) -> torch.Tensor:

@@ -21,9 +21,12 @@ from chunkc.runtime.devices.host_slab import FreedPages
 from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
 from chunkc.runtime.storage.snapshot import Part, Snapshot, SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore
+from chunkc.runtime.update.block_quantisation import read_list, write_list
 from chunkc.runtime.update.loss_scale import multiply
 
 Flats = Sequence[torch.Tensor]
+Read = Callable[[Chunk, Part], torch.Tensor]
+"""The values of a part of a parameter."""
 
 
 class ChunkValues:
@@ -95,16 +98,16 @@ class ChunkValues:
     def read_param(self, index: int) -> torch.Tensor:
         """A copy of the parameter's most precise value: fp32 where there is a master."""
         if self.is_trained(index):
-            return self._whole(index, partial(self._state, MASTER), torch.float32)
-        return self._whole(index, self._payload)
+            return self._whole(index, partial(self._read_state, 0), torch.float32)
+        return self._whole(index, self._payload_part)
 
     def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
         """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
         self._before_write(index)
         if self.is_trained(index):
-            self._scatter(index, partial(self._state, MASTER), value)
+            self._scatter_state(index, 0, value)
         if (payload and not self.store.is_aside) or not self.is_trained(index):
-            self._scatter(index, self._payload, value)
+            self._scatter(index, self._payload_part, value)
 
     def restore_payload(self, index: int) -> None:
         """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
@@ -114,18 +117,18 @@ class ChunkValues:
 
     def read_gradient(self, index: int) -> torch.Tensor:
         """A copy of the gradient in the payload or in the gradient chunk beside it."""
-        return self._whole(index, self._gradient)
+        return self._whole(index, self._gradient_part)
 
     def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
         """Multiply the gradient in chunks by ``factor``, float32 []: each rank its own part."""
         self.store.drop_begun()
         for chunk, part in self._own_parts(index):
-            gradient = self._gradient(chunk)[part.in_chunk]
+            gradient = self._gradient_part(chunk, part)
             multiply(gradient, factor.to(gradient.device))
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
         self.store.drop_begun()
-        self._scatter(index, self._gradient, value)
+        self._scatter(index, self._gradient_part, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
         """A float32 copy of an optimizer state or ``param32``; states of none trained raise."""
@@ -138,18 +141,15 @@ class ChunkValues:
                 "does not train the parameter, so that the state was not kept: delete it from `optimizer.state`, and "
                 "leave it out when states are loaded"
             )
-        return self._whole(index, partial(self._state, name), torch.float32)
+        position = 1 + self._layout.state_spec.names.index(name)
+        return self._whole(index, partial(self._read_state, position), torch.float32)
 
     def write_states(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
         """Replace a parameter's optimizer states; those not given are zero; ChunkcError for one without room."""
         self._check_kept(states)
         self._before_write(index)
-        for name in self._layout.state_spec.names:
-            if name in states:
-                self._scatter(index, partial(self._state, name), states[name])
-                continue
-            for chunk, part in self._own_parts(index):
-                self._state(name, chunk)[part.in_chunk].zero_()
+        for position, name in enumerate(self._layout.state_spec.names, 1):
+            self._scatter_state(index, position, states.get(name))
 
     def _check_kept(self, names: Iterable[str]) -> None:
         spec = self._layout.state_spec
@@ -165,18 +165,17 @@ class ChunkValues:
         self._before_write(index)
         is_trained = self.is_trained(index)
         payload = payload and not self.store.is_aside
-        replaced: dict[str, Flats | None] = {MASTER: value}
+        replaced: list[Flats | None] = [value]
         if states is not None:
-            replaced |= {name: states.get(name) for name in self._layout.state_spec.names}
+            replaced += [states.get(name) for name in self._layout.state_spec.names]
         for position, run in enumerate(self.store.own_runs(index)):
             for part in run:
                 chunk = self._layout.chunks[part.chunk]
                 first = part.first - run[0].first
                 taken = slice(first, first + part.end - part.start)
                 if is_trained:
-                    for name, flats in replaced.items():
-                        here = self._states(chunk)[name][part.in_chunk]
-                        here.zero_() if flats is None else here.copy_(flats[position][taken])
+                    for state, flats in enumerate(replaced):
+                        self._write_state(state, chunk, part, None if flats is None else flats[position][taken])
                 if payload or not is_trained:
                     self._payload(chunk)[part.in_chunk].copy_(value[position][taken])
 
@@ -189,7 +188,7 @@ class ChunkValues:
         live = partial(self._masters, side=self.store.side)
         snapshot = Snapshot(live, {c for c in used if self.store.is_own(c)}, max_copied_nbytes)
         self.store.begin_snapshot(snapshot)
-        return SnapshotReader(snapshot, self.store.own_runs)
+        return SnapshotReader(snapshot, self.store.own_runs, partial(read_list, self._layout.state_spec))
 
     def _masters(self, chunk: int, side: int) -> tuple[torch.Tensor, ...]:
         """Tensors of a chunk's values: param32 and states, or the payload of an untrained chunk."""
@@ -217,21 +216,29 @@ class ChunkValues:
             return self.store.payload_slot(chunk, self._static[f"c{chunk.index}"])
         return self.store.payload_home(chunk)
 
-    def _gradient(self, chunk: Chunk) -> torch.Tensor:
-        grad_chunk = self._grad_chunks.get(chunk.index)
-        return self._payload(chunk if grad_chunk is None else self._layout.chunks[grad_chunk])
+    def _payload_part(self, chunk: Chunk, part: Part) -> torch.Tensor:
+        return self._payload(chunk)[part.in_chunk]
 
-    def _state(self, name: str, chunk: Chunk) -> torch.Tensor:
-        return self._states(chunk)[name]
+    def _gradient_part(self, chunk: Chunk, part: Part) -> torch.Tensor:
+        grad_chunk = self._grad_chunks.get(chunk.index)
+        return self._payload_part(chunk if grad_chunk is None else self._layout.chunks[grad_chunk], part)
+
+    def _read_state(self, position: int, chunk: Chunk, part: Part) -> torch.Tensor:
+        lists = tuple(self._states(chunk).values())
+        return read_list(self._layout.state_spec, lists, position, part.start, part.end)
+
+    def _write_state(self, position: int, chunk: Chunk, part: Part, value: torch.Tensor | None) -> None:
+        lists = tuple(self._states(chunk).values())
+        write_list(self._layout.state_spec, lists, position, part.start, part.end, value)
 
     def _states(self, chunk: Chunk) -> ChunkStates:
         if chunk.has_resident_os:
             return self.store.states_slot(chunk, self._static[f"os{chunk.index}"])
         return self.store.states_home(chunk)
 
-    def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
+    def _gather(self, index: int, of: Read) -> torch.Tensor:
         info, parts = self._layout.params[index], self.store.parts(index)
-        ranges = [of(self._layout.chunks[part.chunk])[part.in_chunk] for part in parts]
+        ranges = [of(self._layout.chunks[part.chunk], part) for part in parts]
         dtype = ranges[0].dtype if ranges else getattr(torch, info.dtype)
         device = ranges[0].device if ranges else torch.device("cpu")
         value = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
@@ -239,7 +246,7 @@ class ChunkValues:
             _flat(value)[part.in_param].copy_(elements)
         return value
 
-    def _whole(self, index: int, of: Callable[[Chunk], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _whole(self, index: int, of: Read, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A parameter-shaped copy of ``of`` its chunks, which are in ``dtype`` or the parameter's own."""
         if self._ranks.size == 1:
             return self._gather(index, of)
@@ -249,7 +256,7 @@ class ChunkValues:
         flat = _flat(value.zero_())
         if self._ranks.replica == 0:
             for chunk, part in self._own_parts(index):
-                flat[part.in_param].copy_(of(chunk)[part.in_chunk])
+                flat[part.in_param].copy_(of(chunk, part))
         owners = {self._layout.owner(part.chunk) for part in self.store.parts(index)}
         if len(owners) == 1:
             self._ranks.broadcast(flat, owners.pop())
@@ -257,13 +264,21 @@ class ChunkValues:
             self._ranks.combine(flat)
         return value
 
-    def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
+    def _scatter(self, index: int, of: Read, value: torch.Tensor) -> None:
+        flat = self._flat_of(index, value)
+        for chunk, part in self._own_parts(index):
+            of(chunk, part).copy_(flat[part.in_param])
+
+    def _scatter_state(self, index: int, position: int, value: torch.Tensor | None) -> None:
+        flat = None if value is None else self._flat_of(index, value)
+        for chunk, part in self._own_parts(index):
+            self._write_state(position, chunk, part, None if flat is None else flat[part.in_param])
+
+    def _flat_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         info, dense = self._layout.params[index], value
         if value.stride() != info.stride:
             dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype, device=value.device).copy_(value)
-        flat = _flat(dense.detach())
-        for chunk, part in self._own_parts(index):
-            of(chunk)[part.in_chunk].copy_(flat[part.in_param])
+        return _flat(dense.detach())
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

@@ -116,12 +116,18 @@ class SnapshotReader:
     """Parameters out of a snapshot, in the order in which they stand in chunks.
 
     A chunk is taken when its first parameter is read and let go when one is read that has no part of it. ``runs`` gives
-    parts of a parameter by its index, together where they follow each other.
+    parts of a parameter by its index, together where they follow each other; ``values`` elements [start, end) of a
+    chunk's tensors, in float32 where they are states, by the position of a list among them.
     """
 
-    def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[Part]]]) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        runs: Callable[[int], Sequence[Sequence[Part]]],
+        values: Callable[[Sequence[torch.Tensor], int, int, int], torch.Tensor],
+    ) -> None:
         self.snapshot = snapshot
-        self._runs = runs
+        self._runs, self._values = runs, values
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def read(self, index: int, position: int = 0) -> tuple[torch.Tensor, ...]:
@@ -136,4 +142,6 @@ class SnapshotReader:
         for chunk in needed:
             if chunk not in self._taken:
                 self._taken[chunk] = self.snapshot.take(chunk)
-        return tuple(torch.cat([self._taken[p.chunk][position][p.in_chunk] for p in run]) for run in runs)
+        return tuple(
+            torch.cat([self._values(self._taken[p.chunk], position, p.start, p.end) for p in run]) for run in runs
+        )

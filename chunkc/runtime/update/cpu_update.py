@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chunkc.ir.state_spec import StateList
+from chunkc.runtime.update.block_kernel import block_kernel
 from chunkc.runtime.update.cpu_update_kernel import host_kernel, in_one_call
 from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Hyper, UpdateRule, coefficients_of
 from chunkc.runtime.update.update_inputs import StepInputs
@@ -57,8 +59,9 @@ class ChunkUpdate:
     """A rule on one chunk; made once per chunk and used every step.
 
     ``payload`` holds grad16 before the update, unless a ``gradient`` is given, which is only read, and param16 after
-    it; beside a ``gradient`` it may be ``param32`` itself. ``states`` are param32 and the rule's, float32. What lies
-    between ``pieces`` is not touched. All tensors are contiguous, 1-D, on the host and equally long, else ValueError.
+    it; beside a ``gradient`` it may be ``param32`` itself. ``states`` are param32 and the rule's lists, in their dtypes
+    (`StateSpec.lists`). What lies between ``pieces`` is not touched; where states are quantised, these begin at blocks.
+    All tensors are contiguous, 1-D, on the host, and as long as the payload or its blocks, else ValueError.
 
     With a ``target``, a payload and its states in memory of their own, an update writes there, also what it leaves as
     it is, and nothing else.
@@ -75,6 +78,7 @@ class ChunkUpdate:
         target: tuple[Tensor, Sequence[Tensor]] | None = None,
     ) -> None:
         self._payload = payload
+        self._lists = tuple(rule.states.lists())
         self._states = tuple(states)
         self._target_payload, self._target_states = (payload, self._states) if target is None else target
         self._has_target = target is not None
@@ -84,15 +88,16 @@ class ChunkUpdate:
         self._first_read = (gradient_chunk, self._states[0], *self._target_states[1:])
         self._written = (*self._target_states, *((self._target_payload,) if self._is_cast else ()))
         self._pieces = tuple(sorted((p for p in pieces if p.start != p.end), key=lambda p: p.start))
-        _check_tensors(payload, gradient_chunk, self._states)
-        _check_tensors(payload, self._target_payload, self._target_states)
-        _check_pieces(self._pieces, payload.numel())
+        _check_tensors(payload, gradient_chunk, self._states, self._lists)
+        _check_tensors(payload, self._target_payload, self._target_states, self._lists)
+        _check_pieces(self._pieces, payload.numel(), rule.states.block_numel)
         if not self._is_cast and gradient is None:
             raise ValueError("where the payload is param32, the gradient has memory of its own")
         dtypes = gradient_chunk.dtype, payload.dtype if self._is_cast else None
-        self._kernel = host_kernel(rule, *dtypes, is_parallel=False)
+        make_kernel = block_kernel if rule.states.quantised else host_kernel
+        self._kernel = make_kernel(rule, *dtypes, is_parallel=False)
         is_large = payload.numel() >= PARALLEL_NUMEL
-        self._large_kernel = host_kernel(rule, *dtypes, is_parallel=True) if is_large else self._kernel
+        self._large_kernel = make_kernel(rule, *dtypes, is_parallel=True) if is_large else self._kernel
         self._ready: dict[_Range, tuple[Tensor, Callable[[], None]]] = {}
         self._calls: dict[tuple[_Range, ...], Callable[[], None]] = {}
 
@@ -173,13 +178,15 @@ class ChunkUpdate:
 
     def _keep_run(self, start: int, end: int) -> None:
         if self._has_target:
-            for state, target in zip(self._states, self._target_states, strict=True):
-                target[start:end].copy_(state[start:end])
+            for entry, state, target in zip(self._lists, self._states, self._target_states, strict=True):
+                kept = entry.entries(start, end)
+                target[kept].copy_(state[kept])
         _cast(self._target_payload, self._states[0], start, end)
 
     def _clear_states(self, start: int, end: int) -> None:
-        for state in self._target_states[1:]:
-            state[start:end].zero_()
+        """Codes times scales of zero are zeros, whatever the codes."""
+        for entry, state in zip(self._lists[1:], self._target_states[1:], strict=True):
+            state[entry.entries(start, end)].zero_()
 
 
 def _cast(payload: Tensor, param32: Tensor, start: int, end: int) -> None:
@@ -187,22 +194,28 @@ def _cast(payload: Tensor, param32: Tensor, start: int, end: int) -> None:
         payload[start:end].copy_(param32[start:end])
 
 
-def _check_tensors(payload: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> None:
-    for tensor in (payload, gradient, *states):
-        if tensor.dim() != 1 or tensor.numel() != payload.numel() or not tensor.is_contiguous():
+def _check_tensors(payload: Tensor, gradient: Tensor, states: Sequence[Tensor], lists: Sequence[StateList]) -> None:
+    if len(states) != len(lists):
+        raise ValueError(f"the rule keeps {[entry.name for entry in lists]}, found {len(states)} lists")
+    lengths = [payload.numel(), *(entry.entries(0, payload.numel()).stop for entry in lists)]
+    for tensor, length in zip((gradient, *states), lengths, strict=True):
+        if tensor.dim() != 1 or tensor.numel() != length or not tensor.is_contiguous():
             raise ValueError(
                 "a chunk's tensors are contiguous, have one dimension and the same number of elements; "
                 f"found shape {tuple(tensor.shape)} beside {tuple(payload.shape)}"
             )
-    if any(tensor.dtype is not torch.float32 for tensor in states):
-        raise ValueError(f"optimizer states are float32, found {[str(tensor.dtype) for tensor in states]}")
+    for entry, tensor in zip(lists, states, strict=True):
+        if tensor.dtype is not getattr(torch, entry.dtype):
+            raise ValueError(f"{entry.name} is {entry.dtype}, found {tensor.dtype}")
     if not (payload.is_floating_point() and gradient.is_floating_point()):
         raise ValueError(f"payload and gradient are floating point, found {payload.dtype} and {gradient.dtype}")
 
 
-def _check_pieces(pieces: Sequence[Piece], numel: int) -> None:
+def _check_pieces(pieces: Sequence[Piece], numel: int, block_numel: int) -> None:
     end = 0
     for piece in pieces:
+        if piece.start % block_numel:
+            raise ValueError(f"{piece} begins within a block of {block_numel} elements")
         if not end <= piece.start < piece.end <= numel:
             raise ValueError(f"{piece} overlaps another piece or leaves the chunk of {numel} elements")
         end = piece.end

@@ -52,16 +52,16 @@ def host_kernel(
     stage("compiling the update of optimizer states")
     num_lists = 1 + len(rule.states.names)
     examples = [torch.ones(4096, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
-    examples = [examples[0].to(gradient_dtype), *examples[1:], _arbitrary_coefficients()]
+    examples = [examples[0].to(gradient_dtype), *examples[1:], arbitrary_coefficients()]
     eager = _Eager(rule)
     try:
         library, symbol, order = inductor_loop(_outputs_anew(rule, payload_dtype), examples, is_parallel=is_parallel)
     except LoopUnavailable as error:
-        _log_once(f"the host update runs eagerly, which takes several times as long: {error}")
+        log_once(f"the host update runs eagerly, which takes several times as long: {error}")
         return eager
     kernel = _Loop(getattr(ctypes.CDLL(library), symbol), order, num_lists)
     if not _agree(kernel, eager, gradient_dtype, payload_dtype):
-        _log_once("the host update runs eagerly: the loop that Inductor compiled gives other results on this processor")
+        log_once("the host update runs eagerly: the loop that Inductor compiled gives other results on this processor")
         return eager
     return kernel
 
@@ -89,7 +89,7 @@ def _outputs_anew(rule: UpdateRule, payload_dtype: torch.dtype | None) -> Callab
 
 
 @dataclass(frozen=True, slots=True)
-class _LoopCall:
+class LoopCall:
     """A call of a compiled loop on addresses. ctypes releases the GIL meanwhile."""
 
     function: Any
@@ -105,7 +105,7 @@ def in_one_call(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     Of compiled loops it is one without the GIL from the first to the last: between two calls another thread that holds
     the GIL keeps it for milliseconds.
     """
-    loops = [call for call in calls if isinstance(call, _LoopCall)]
+    loops = [call for call in calls if isinstance(call, LoopCall)]
     if len(loops) == len(calls) == 1:
         return partial(loops[0].function, *loops[0].values)
     num_values = {len(loop.values) for loop in loops}
@@ -139,7 +139,7 @@ extern "C" void call_loops(int64_t num_loops, const uint64_t* loops, const uint6
     try:
         function = cpp_library(source).call_loops
     except LoopUnavailable as error:
-        _log_once(f"a host update of several ranges needs the GIL between them: {error}")
+        log_once(f"a host update of several ranges needs the GIL between them: {error}")
         return None
     function.restype = None
     function.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
@@ -165,10 +165,10 @@ class _Loop:
     ) -> Callable[[], None]:
         values = [t.data_ptr() + start * t.element_size() for t in (*read, *written)]
         values += (coefficients.data_ptr(), end - start)
-        return _LoopCall(self._function, tuple(values[i] for i in self._order))
+        return LoopCall(self._function, tuple(values[i] for i in self._order))
 
 
-def _rounded_sqrt(values: Tensor) -> Tensor:
+def rounded_sqrt(values: Tensor) -> Tensor:
     """Return the root rounded to nearest, by float64: MKL's can be off by one unit in the last place."""
     return values.double().sqrt().float()
 
@@ -188,21 +188,21 @@ class _Eager:
         for first in range(start, end, EAGER_TILE_NUMEL):
             tile = slice(first, min(first + EAGER_TILE_NUMEL, end))
             gradient, param32, *states = (t[tile] for t in read)
-            new = _new_lists(self.rule, gradient, param32, states, coefficients, _rounded_sqrt)
+            new = _new_lists(self.rule, gradient, param32, states, coefficients, rounded_sqrt)
             for output, value in zip(written, (*new, new[0]), strict=False):
                 output[tile].copy_(value)
 
 
 def _agree(kernel: Kernel, eager: _Eager, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> bool:
     """Whether both kernels make the same of vectors and a rest between elements that neither may touch."""
-    num_lists, coefficients = 1 + len(eager.rule.states.names), _arbitrary_coefficients()
+    num_lists, coefficients = 1 + len(eager.rule.states.names), arbitrary_coefficients()
     found, wanted = (_random_chunk(num_lists, gradient_dtype, payload_dtype) for _ in range(2))
     for update, chunk in ((kernel, found), (eager, wanted)):
         update(chunk[: 1 + num_lists], chunk[1:], 3, 1006, coefficients)()
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def _arbitrary_coefficients() -> Tensor:
+def arbitrary_coefficients() -> Tensor:
     return torch.linspace(0.1, 0.9, 1 + NUM_COEFFICIENTS, dtype=torch.float32, device="cpu")
 
 
@@ -217,5 +217,5 @@ def _random_chunk(num_lists: int, gradient_dtype: torch.dtype, payload_dtype: to
 
 
 @cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
     logger.warning(message)

@@ -17,6 +17,9 @@ et al., "Symbolic discovery of optimization algorithms", algorithm 2.) ``decay``
 decay is decoupled (AdamW, Lion), else 1; ``l2`` is ``weight_decay`` where it is a penalty (Adam, SGD), else 0. Adam's
 quotient is ``(lr * c / (1 - beta1^t)) * m / (sqrt(v) + eps * c)`` with ``c = sqrt(1 - beta2^t)``: one division to an
 element instead of two, and no more roundings.
+
+``adam_8bit`` is Adam whose states are quantised (`block_quantisation`): an update decodes a block, applies the formula
+to float32, and encodes the new states. The parameter takes its step from these and not from their codes.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import torch
 from torch import Tensor
 
 from chunkc.errors import ChunkcError
-from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.state_spec import ADAM_STATES, CODE_DTYPE, StateSpec
 
 Sqrt = Callable[[Tensor], Tensor]
 """A square root that is rounded to nearest."""
@@ -136,16 +139,25 @@ def _of_one(name: str) -> StateSpec:
 
 
 ADAM: Final = UpdateRule("adam", "Adam", ADAM_STATES, _adam, counts_steps=True)
+ADAM_8BIT: Final = UpdateRule(
+    "adam_8bit", "8-bit Adam", StateSpec(ADAM_STATES.names, (CODE_DTYPE, CODE_DTYPE)), _adam, counts_steps=True
+)
 SGD: Final = UpdateRule("sgd", "SGD", StateSpec((), ()), _sgd)
 SGD_MOMENTUM: Final = UpdateRule("sgd_momentum", "SGD", _of_one("momentum_buffer"), _sgd_momentum)
 LION: Final = UpdateRule("lion", "Lion", _of_one("exp_avg"), _lion)
 
 _BY_STATES: Final[Mapping[StateSpec, UpdateRule]] = MappingProxyType(
-    {rule.states: rule for rule in (ADAM, SGD, SGD_MOMENTUM, LION)}
+    {rule.states: rule for rule in (ADAM, ADAM_8BIT, SGD, SGD_MOMENTUM, LION)}
 )
 
 OPTIMIZERS: Final[Mapping[str, StateSpec]] = MappingProxyType(
-    {"adamw": ADAM.states, "adam": ADAM.states, "sgd": SGD_MOMENTUM.states, "lion": LION.states}
+    {
+        "adamw": ADAM.states,
+        "adam": ADAM.states,
+        "adamw8bit": ADAM_8BIT.states,
+        "sgd": SGD_MOMENTUM.states,
+        "lion": LION.states,
+    }
 )
 """The states that plans make room for, by name; those of SGD serve with momentum and without."""
 

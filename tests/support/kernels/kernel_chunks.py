@@ -70,7 +70,7 @@ class KernelChunk:
         into their memory."""
         scale = float(torch.tensor(scale, dtype=torch.float32))
         numel, pieces = place(sizes, aligned)
-        lists = [name for name, _ in rule.states.lists()]
+        lists = [entry.name for entry in rule.states.lists()]
         dtypes = {"grad": grad, "payload": payload, **dict.fromkeys(lists, torch.float32)}
         before = {name: torch.full((numel,), torch.nan, dtype=dtype) for name, dtype in dtypes.items()}
         for start, end, param in pieces:
@@ -93,7 +93,7 @@ class KernelChunk:
 
     @property
     def lists(self) -> list[str]:
-        return [name for name, _ in self.rule.states.lists()]
+        return [entry.name for entry in self.rule.states.lists()]
 
     def launch(self, pieces: Sequence[tuple[int, int, int]] | None = None) -> Launch:
         tiles = make_tiles(self.pieces if pieces is None else pieces, self.device)

@@ -14,7 +14,13 @@ from triton.compiler import ASTSource
 
 from chunkc.triton_kernels.launch import Launch
 
-TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+}
 
 
 @dataclass(frozen=True, slots=True)

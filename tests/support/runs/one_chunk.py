@@ -58,7 +58,9 @@ class OneChunk:
             return
         self._state_spec, old = spec, self.lists
         master = old["param32"]
-        self.lists = {name: old.get(name, torch.full_like(master, torch.nan)) for name, _ in spec.lists()}
+        self.lists = {
+            name: old.get(name, torch.full_like(master, torch.nan)) for name in (entry.name for entry in spec.lists())
+        }
         self.chunk = ChunkUpdate(rule_of(spec), self.payload, tuple(self.lists.values()), self.pieces)
 
     def name_of(self, index: int) -> str:
