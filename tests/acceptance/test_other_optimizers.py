@@ -209,9 +209,7 @@ def test_the_optimizer_made_last_is_the_one_planned_for() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(
-        ChunkcError, match=r"optimizer='adagrad' is none that chunkc has: give one of adamw, adam, adamw8bit, sgd"
-    ):
+    with pytest.raises(ChunkcError, match=r"optimizer='adagrad' is none .*: give one of adamw, adam, adamw8bit, sgd"):
         compiled(optimizer="adagrad")
 
 

@@ -150,8 +150,11 @@ def requests(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     return found, where, PlanOptions(**chosen)
 
 
-STATES = [ADAM_STATES, ADAM_STATES, StateSpec(("exp_avg",), ("float32",)), StateSpec((), ())]
-"""Of optimizers; in fp32 the last takes as many bytes as the parameters."""
+STATES = [
+    *(ADAM_STATES, ADAM_STATES, StateSpec(("exp_avg",), ("float32",)), StateSpec((), ())),
+    StateSpec(("exp_avg", "exp_avg_sq"), ("uint8", "uint8")),
+]
+"""Of optimizers; in fp32 the fourth takes as many bytes as the parameters, and the last is quantised in blocks."""
 
 
 @st.composite
