@@ -66,7 +66,7 @@ else:
         "report": ("Plan",),
         "report.timeline": ("simulate",),
         "runtime.optim.grad_scaler": ("GradScaler",),
-        "runtime.optim.optimizers": ("SGD", "Adam", "AdamW", "Lion"),
+        "runtime.optim.optimizers": ("SGD", "Adam", "AdamW", "AdamW8bit", "Lion"),
         "weights.load": ("load_pretrained",),
         "weights.save": ("save_safetensors",),
     }

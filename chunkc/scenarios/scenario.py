@@ -170,7 +170,7 @@ class Scenarios:
         return self._answer(scenario)
 
     def _faster(self, scenario: Scenario) -> Answer:
-        """Keep what fits; else recompute layers where that is faster than moving what they save, or all that fits.
+        """Keep what fits; else recompute layers, unless moving what they save is faster.
 
         Of large models both are planned by a short search, and the better one again in full.
         """

@@ -101,7 +101,7 @@ def test_every_range_has_the_bits_of_eager(
 def test_eager_roots_are_rounded_to_nearest() -> None:
     """Against integer arithmetic: the root's neighbours in the middle are on its other sides."""
     values = torch.rand(2000, generator=torch.Generator().manual_seed(0))
-    for value, root in zip(values.tolist(), module._rounded_sqrt(values).tolist(), strict=True):
+    for value, root in zip(values.tolist(), module.rounded_sqrt(values).tolist(), strict=True):
         unit = torch.tensor(root).nextafter(torch.tensor(2.0)).item() - root
         low, high = ((root + side * unit / 2).as_integer_ratio() for side in (-1, 1))
         exact = value.as_integer_ratio()
@@ -118,7 +118,7 @@ def test_a_loop_with_other_results_is_not_used(
         return library, symbol, [swapped.get(place, place) for place in order]
 
     monkeypatch.setattr(module, "inductor_loop", confused)
-    module._log_once.cache_clear()
+    module.log_once.cache_clear()
     kernel = host_kernel.__wrapped__(ADAM, F32, None, is_parallel=False)
     assert isinstance(kernel, module._Eager)
     assert "gives other results" in caplog.text
