@@ -213,7 +213,7 @@ class CopyPool:
         if copies.kept and not self._has_said:
             self._has_said = True
             nbytes = sum(value.nbytes for value in copies.kept)
-            logger.info(
+            logger.warning(
                 "%d saved values stay on the device, %d bytes more than planned: their compiled segments make them "
                 "within larger buffers (activations='keep' or 'recompute' plans without moves)",
                 *(len(copies.kept), nbytes),
