@@ -18,7 +18,10 @@ LINK = re.compile(rf"({CODE})|(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\
 
 
 def described(text: str, source: str | None) -> str:
-    """``text`` without relative links: absolute below ``source``, the address of the repository, or their text."""
+    """Return ``text`` without relative links.
+
+    They are absolute below ``source``, the address of the repository; without one their text is left.
+    """
 
     def replaced(link: re.Match[str]) -> str:
         code, mark, label, target = link.groups()

@@ -29,7 +29,10 @@ OPTIMIZERS: dict[str, Any] = {"AdamW": chunkc.AdamW, "AdamW8bit": chunkc.AdamW8b
 
 
 class ByteModel(nn.Module):
-    """Two Transformer layers that predict the next byte; returns the mean loss of int64 [batch, context + 1]."""
+    """Two Transformer layers that predict the next byte.
+
+    Forward takes int64 [batch, context + 1], and returns the mean loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A recipe in the manner of torchtune's: one file with a configuration, and a class that sets up, trains and saves.
+"""A recipe in the manner of torchtune's: a configuration, and a class that trains by it.
 
     python examples/recipe.py hw=emulated-1m-64m epochs=2
     torchrun --nproc-per-node 2 examples/recipe.py hw=emulated-1m-64m batch_size=4
@@ -60,7 +60,7 @@ class Config:
 
 
 class Recipe:
-    """Full fine-tuning of a small Llama; `setup`, `train`, `save` and `close` as torchtune's recipes have them."""
+    """Full fine-tuning of a small Llama, with the methods of torchtune's recipes."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.config = config
