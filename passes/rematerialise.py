@@ -6,8 +6,9 @@ budget*, the share of layers that keep their activations, the joint graph is par
 and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
 
     keep all ─ fits, and nothing is to gain ──────────────────────────────────────── keep all
-        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0 and 0.5) ─ the fastest, else the largest
-                                                      nothing fits ─ the one that needs least device memory
+        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0 and 0.5) ─ halves between these ─ the fastest
+                                                  without rates, the largest that fits
+                                                  nothing fits ─ the one that needs least device memory
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ WORTH_REFUSING = 0.1
 """Share of device memory that a budget must save to be refused instead of ``KEEP_ALL``, which may yet fit as fused."""
 MANY_OPERATORS = 6000
 """Operators of forward and backward beyond which a partition takes seconds: three budgets are tried in all."""
+WORTH_HALVING = 0.004
+"""Share of the step that the budgets between two must be able to gain for one of them to be tried."""
+FORWARD_SHARE = 0.25
+"""Share of a step's computation that is its second forward, where all layers are computed again."""
+STALLED = 0.02
+"""Share by which a step is longer than its computation from which less is kept, for more room, rather than more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,11 @@ def _milliseconds(step_ms: float) -> str:
 
 
 def choose_budget(
-    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates | None
+    schedule_with: Callable[[float], Schedule],
+    plan_with: Callable[[Schedule], Plan],
+    rates: CostRates | None,
+    *,
+    is_cheap: bool = False,
 ) -> BudgetChoice:
     """Choose the activation budget of one iteration.
 
@@ -87,6 +98,7 @@ def choose_budget(
         schedule_with: the iteration with an activation budget in [0, 1].
         plan_with: its plan; it raises `BudgetError` where that does not fit.
         rates: of the machine; None where they are not known.
+        is_cheap: whether a schedule of a large graph takes no time to make.
 
     Returns:
         The budget whose plan simulates fastest, or, without rates, the largest that fits. Budgets are priced from the
@@ -103,6 +115,8 @@ def choose_budget(
         trial.try_ends()
     else:
         trial.descend()
+    if rates is not None and (is_cheap or not is_large):
+        trial.halve()
     return BudgetChoice(trial.best().budget, tuple(trial.candidates))
 
 
@@ -136,6 +150,31 @@ class _Trial:
         """Try to recompute all, and half where that fits."""
         if self.price(RECOMPUTE_ALL).fits:
             self.price((RECOMPUTE_ALL + KEEP_ALL) / 2)
+
+    def halve(self) -> None:
+        """Try halves between the best budget and its neighbours (bisection), as long as there is something to gain.
+
+        More is kept where the step is little more than computation, of which that leaves less; else less is, for room.
+        """
+        while (best := self.best()).fits:
+            tried = sorted(self.candidates, key=lambda c: c.budget)
+            position = tried.index(best)
+            stalls = best.step_ms > best.compute_ms * (1 + STALLED)
+            neighbours = tried[:position][-1:] if stalls else tried[position + 1 :][:1]
+            if not neighbours:
+                break
+            width = abs(neighbours[0].budget - best.budget)
+            if self._worth_ms() * width < best.step_ms * WORTH_HALVING:
+                break
+            self.price((best.budget + neighbours[0].budget) / 2)
+
+    def _worth_ms(self) -> float:
+        """Computation that is spared where all layers keep their activations."""
+        fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: c.budget)
+        least, most = fitting[0], fitting[-1]
+        if least is most:
+            return least.compute_ms * FORWARD_SHARE
+        return (least.compute_ms - most.compute_ms) / (most.budget - least.budget)
 
     def best(self) -> BudgetCandidate:
         """The fastest candidate by more than the simulator can tell apart, then the largest budget."""
