@@ -39,6 +39,8 @@ MANY_OPERATORS = 6000
 """Operators of forward and backward beyond which a partition takes seconds: three budgets are tried in all."""
 WORTH_HALVING = 0.004
 """Share of the step that the budgets between two must be able to gain for one of them to be tried."""
+LEAST_WIDTH = 1 / 64
+"""Distance of two budgets below which they are as good as one: less than a layer of most models."""
 FORWARD_SHARE = 0.25
 """Share of a step's computation that is its second forward, where all layers are computed again."""
 STALLED = 0.02
@@ -152,21 +154,23 @@ class _Trial:
             self.price((RECOMPUTE_ALL + KEEP_ALL) / 2)
 
     def halve(self) -> None:
-        """Try halves between the best budget and its neighbours (bisection), as long as there is something to gain.
+        """Try halves between the best budget and a neighbour (bisection), as long as there is something to gain.
 
-        More is kept where the step is little more than computation, of which that leaves less; else less is, for room.
+        More is kept where the step is little more than computation, of which that leaves less. Elsewhere less is, for
+        room, where the rest of the step is longer than what is then computed again.
         """
         while (best := self.best()).fits:
             tried = sorted(self.candidates, key=lambda c: c.budget)
-            position = tried.index(best)
-            stalls = best.step_ms > best.compute_ms * (1 + STALLED)
+            position, rest_ms = tried.index(best), best.step_ms - best.compute_ms
+            stalls = rest_ms > best.compute_ms * STALLED
             neighbours = tried[:position][-1:] if stalls else tried[position + 1 :][:1]
-            if not neighbours:
+            width = abs(neighbours[0].budget - best.budget) / 2 if neighbours else 0.0
+            worth_ms = self._worth_ms()
+            while stalls and worth_ms * width > rest_ms:
+                width /= 2
+            if width < LEAST_WIDTH or worth_ms * width < best.step_ms * WORTH_HALVING:
                 break
-            width = abs(neighbours[0].budget - best.budget)
-            if self._worth_ms() * width < best.step_ms * WORTH_HALVING:
-                break
-            self.price((best.budget + neighbours[0].budget) / 2)
+            self.price(best.budget - width if stalls else best.budget + width)
 
     def _worth_ms(self) -> float:
         """Computation that is spared where all layers keep their activations."""
