@@ -22,7 +22,7 @@ from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
-from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL
+from chunkc.passes.rematerialise import KEEP_ALL
 from chunkc.progress import stage, within
 from chunkc.scenarios.models import Transformer
 
@@ -85,8 +85,7 @@ class Subject:
         inputs, schedules = transformer.inputs(self.batch, self.sequence), dict[float, Schedule]()
 
         def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
-            for keep in shares[:-1]:
-                schedules[keep] = schedule_with(keep)
+            schedules.update((keep, schedule_with(keep)) for keep in shares[:-1])
             return shares[-1], f"a share {shares[-1]:g} of the layers keeps its activations"
 
         chooser = None if list(shares) == [KEEP_ALL] else choose
@@ -120,19 +119,16 @@ class Captures:
         num_layers, num_kept = subject.num_layers, subject.num_kept(keep)
         if num_layers is None or num_kept is None:
             return subject.capture(None, [keep])[0]
-        is_mixed = keep not in (KEEP_ALL, RECOMPUTE_ALL) and 0 < num_kept < num_layers
+        is_mixed, share = 0 < num_kept < num_layers, num_kept / num_layers
         if num_layers <= BASE + 1 or (is_mixed and num_layers <= 2 * (BASE + 1)):
-            return subject.capture(None, [num_kept / num_layers])[0]
-        began_s = time.perf_counter()
+            return subject.capture(None, [share])[0]
         try:
             if is_mixed:
                 return self._mixture(subject, num_layers - num_kept, num_kept)
-            return _of_one_kind(subject, num_layers, keep)
+            return _of_one_kind(subject, num_layers, share)
         except NotPeriodicError as error:
             logger.info("%s is captured as it is: %s", subject.model.label, error)
-            return subject.capture(None, [num_kept / num_layers])[0]
-        finally:
-            logger.debug("captured %s in %.1f s", subject.model.label, time.perf_counter() - began_s)
+            return subject.capture(None, [share])[0]
 
     def _mixture(self, subject: Subject, num_again: int, num_kept: int) -> CapturedAhead:
         key = subject.key

@@ -83,3 +83,20 @@ def test_a_machine_without_rates_has_a_plan_and_no_times() -> None:
 def test_ranks_are_those_of_the_machine_or_as_given(world_size: int | None) -> None:
     scenario = replace(SCENARIO, hw=Hardware.parse("8xv100-240g"), world_size=world_size)
     assert scenario.num_ranks == (8 if world_size is None else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_choice_is_as_fast_as_the_best_of_all_shares() -> None:
+    """Of every number of layers, each planned in full, with moves; never slower than all kept or all computed again."""
+    scenarios, deep = Scenarios(), replace(SCENARIO, model=TINY_GPT.with_depth(12), batch=16, tracks_grad_norm=False)
+    ends = [scenarios.answer(replace(deep.keeping(k), hw=replace(HW, gpu_memory_nbytes=1))) for k in (0.0, 1.0)]
+    least, most = (end.shortage.min_device_nbytes for end in ends if end.shortage is not None)
+    scenario = replace(deep, hw=replace(HW, gpu_memory_nbytes=(least + most) // 2))
+    chosen = scenarios.answer(scenario)
+    found = [scenarios.answer(scenario.keeping(num_kept / 12)) for num_kept in (0, *range(2, 11), 12)]
+    step_ms = [answer.timeline.step_ms for answer in found if answer.timeline is not None]
+    assert chosen.timeline is not None and chosen.plan is not None
+    assert chosen.timeline.step_ms <= 1.01 * min(step_ms)
+    assert chosen.timeline.step_ms <= min(a.timeline.step_ms for a in (found[0], found[-1]) if a.timeline is not None)
+    verify(chosen.plan)
