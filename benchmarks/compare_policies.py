@@ -83,7 +83,8 @@ class Row:
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
     """All systems on one machine; those that are modelled compute every layer again."""
     scenario = Scenario(built_in(model), hw, batch, sequence, tracks_grad_norm=False)
-    answer, decided = slowest(scenario, scenarios), scenarios.answer(replace(scenario, tracks_grad_norm=True))
+    first = scenarios.answer(scenario)
+    answer, decided = slowest(first, scenarios), with_decision(first, scenario, scenarios)
     again = replace(scenario, recompute=Recompute.FULL)
     course, machine = Course.of(scenarios.captured(again).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
@@ -115,18 +116,27 @@ def shortage_of(answer: Answer) -> str:
     return "" if answer.shortage is None else f"misses {shortfall(answer.shortage)}"
 
 
-def slowest(scenario: Scenario, scenarios: Scenarios) -> Answer:
-    """The slower answer of the first and the last rank.
+def slowest(first: Answer, scenarios: Scenarios) -> Answer:
+    """The slower answer of the first rank, which is given, and the last one.
 
     They own most and least: padding stands in the last places. What is computed again is the first rank's choice.
     """
-    first = scenarios.answer(scenario)
-    if scenario.num_ranks == 1 or first.timeline is None or first.scenario is None:
+    scenario = first.scenario
+    if first.timeline is None or scenario is None or scenario.num_ranks == 1:
         return first
-    last = scenarios.answer(replace(first.scenario, rank=scenario.num_ranks - 1))
+    last = scenarios.answer(replace(scenario, rank=scenario.num_ranks - 1))
     if last.timeline is None:
         return last
     return last if last.timeline.step_ms > first.timeline.step_ms else first
+
+
+def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> Answer:
+    """The answer of ``first`` with a decision: the same layers are computed again, or others where that fits not."""
+    if first.fits and first.scenario is not None:
+        decided = scenarios.answer(replace(first.scenario, tracks_grad_norm=True))
+        if decided.fits:
+            return decided
+    return scenarios.answer(replace(scenario, tracks_grad_norm=True))
 
 
 def waits_of(timeline: Timeline) -> str:

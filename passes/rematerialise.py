@@ -5,10 +5,10 @@ what enters their layer (Chen et al., "Training deep nets with sublinear memory 
 budget*, the share of layers that keep their activations, the joint graph is partitioned anew, the iteration is planned,
 and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
 
-    keep all ─ fits, and nothing is to gain ──────────────────────────────────────── keep all
-        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0 and 0.5) ─ halves between these ─ the fastest
-                                                  without rates, the largest that fits
-                                                  nothing fits ─ the one that needs least device memory
+    keep all ─ fits, and nothing is to gain ───────────────────────────────────────────── keep all
+        ├──── with rates: 0, 0.5, 0.25 or 0.75, then halves between the best and a neighbour ─ the fastest
+        ├──── without: 0.75, 0.5, 0.25, 0 (large graphs: 0, 0.5) ─ the largest that fits
+        └──── nothing fits ─ the one that needs least device memory
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def choose_budget(
         is_cheap: whether a schedule of a large graph takes no time to make.
 
     Returns:
-        The budget whose plan simulates fastest, or, without rates, the largest that fits. Budgets are priced from the
-        largest down, until two in a row gain nothing. Only ``KEEP_ALL`` is tried where it fits and the step is
-        computation alone, of which recomputing makes more. Where nothing fits, the choice needs least device memory.
+        The budget whose plan simulates fastest, or, without rates, the largest that fits. Only ``KEEP_ALL`` is tried
+        where it fits and the step is computation alone, of which recomputing makes more. Where nothing fits, the choice
+        needs least device memory.
     """
     with _counted(1):
         first = _price(KEEP_ALL, first_schedule := schedule_with(KEEP_ALL), plan_with, rates)
@@ -113,12 +113,12 @@ def choose_budget(
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         return BudgetChoice(KEEP_ALL, (first,))
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
-    if is_large:
+    if is_large and not is_cheap:
         trial.try_ends()
-    else:
+    elif rates is None:
         trial.descend()
-    if rates is not None and (is_cheap or not is_large):
-        trial.halve()
+    else:
+        trial.bisect()
     return BudgetChoice(trial.best().budget, tuple(trial.candidates))
 
 
@@ -138,20 +138,24 @@ class _Trial:
         return candidate
 
     def descend(self) -> None:
-        """Try budgets from the largest down, until two in a row gain nothing."""
-        best, misses = self.candidates[0], 0
+        """Try budgets from the largest down, until one fits."""
         for budget in BUDGETS:
-            candidate = self.price(budget)
-            is_better = candidate.step_ms < best.step_ms * (1 - MIN_GAIN)
-            misses = 0 if is_better or not candidate.fits else misses + 1
-            best = candidate if is_better else best
-            if misses == 2 or (self.rates is None and candidate.fits):
+            if self.price(budget).fits:
                 break
 
-    def try_ends(self) -> None:
-        """Try to recompute all, and half where that fits."""
-        if self.price(RECOMPUTE_ALL).fits:
+    def try_ends(self) -> bool:
+        """Try to recompute all, and half where that fits, which is returned."""
+        fits = self.price(RECOMPUTE_ALL).fits
+        if fits:
             self.price((RECOMPUTE_ALL + KEEP_ALL) / 2)
+        return fits
+
+    def bisect(self) -> None:
+        """Try the ends, their middle, the middle of the better half, and halves around the best."""
+        if self.try_ends():
+            middle = (RECOMPUTE_ALL + KEEP_ALL) / 2
+            self.price((middle + (KEEP_ALL if self.best().budget >= middle else RECOMPUTE_ALL)) / 2)
+            self.halve()
 
     def halve(self) -> None:
         """Try halves between the best budget and a neighbour (bisection), as long as there is something to gain.

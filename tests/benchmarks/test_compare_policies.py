@@ -64,19 +64,33 @@ def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType
 @pytest.mark.parametrize("hw", ["8xv100-240g", "v100-240g"])
 def test_the_slower_of_the_first_and_the_last_rank_is_shown(script: ModuleType, hw: str) -> None:
     timeline = simulate_with(with_work(planned(chain(4), target(2048)).plan, 2), RATES)
-    asked, shares = list[int](), list[float]()
+    asked = []
 
     class Ranks(Scenarios):
         def answer(self, scenario: Scenario) -> Answer:
-            asked.append(scenario.rank)
-            shares.append(1.0 if scenario.recompute is Recompute.AUTO else scenario.keep)
-            decided = scenario.keeping(0.25)
-            return Answer(decided, timeline=replace(timeline, step_ms=10.0 + scenario.rank))
+            asked.append((scenario.rank, scenario.keep))
+            return Answer(scenario, timeline=replace(timeline, step_ms=10.0 + scenario.rank))
 
-    found = script.slowest(Scenario(built_in("gpt-1b"), Hardware.parse(hw), 1, 8), Ranks())
-    assert asked == ([0, 7] if "8x" in hw else [0])
-    assert shares == [1.0, 0.25][: len(asked)], "the last rank computes again what the first one chose"
-    assert found.timeline.step_ms == 10.0 + asked[-1]
+    scenario = Scenario(built_in("gpt-1b"), Hardware.parse(hw), 1, 8).keeping(0.25)
+    found = script.slowest(Ranks().answer(scenario), Ranks())
+    assert asked == ([(0, 0.25), (7, 0.25)] if "8x" in hw else [(0, 0.25)])
+    assert found.timeline.step_ms == 10.0 + asked[-1][0]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_same_layers_are_computed_again_with_a_decision_where_that_fits(script: ModuleType, fits: bool) -> None:
+    plan = ReportedPlan.of(planned(chain(4), target(2048)).plan)
+    asked = []
+
+    class Deciding(Scenarios):
+        def answer(self, scenario: Scenario) -> Answer:
+            asked.append((scenario.recompute, scenario.tracks_grad_norm))
+            return Answer(scenario, plan if fits or scenario.recompute is Recompute.AUTO else None)
+
+    scenario = Scenario(built_in("gpt-1b"), Hardware.parse("v100-240g"), 1, 8, tracks_grad_norm=False)
+    found = script.with_decision(Answer(scenario.keeping(0.25), plan), scenario, Deciding())
+    assert found.fits
+    assert asked == [(Recompute.PARTIAL, True), (Recompute.AUTO, True)][: 1 if fits else 2]
 
 
 @pytest.mark.parametrize(("gpu_nbytes", "host_nbytes", "kind"), [(1, 1 << 30, "device"), (2048, 1, "host")])
