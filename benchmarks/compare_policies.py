@@ -63,9 +63,9 @@ class Row:
     own: Step | None
     shortage: str
     others_ms: Mapping[str, float]
-    activations: str = ""
     decided: Step | None = None
     decided_shortage: str = ""
+    activations: str = ""
 
     @property
     def best_other(self) -> str | None:
@@ -90,8 +90,8 @@ def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scen
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
     return Row(
-        *(str(hw), model, step_of(answer, hw), shortage_of(answer), others, activations_of(answer)),
-        *(step_of(decided, hw), shortage_of(decided)),
+        *(str(hw), model, step_of(answer, hw), shortage_of(answer), others),
+        *(step_of(decided, hw), shortage_of(decided), activations_of(answer)),
     )
 
 
