@@ -1,8 +1,9 @@
 """Compare chunkc's plans with modelled systems: GPT-2-like models on the machines of the papers.
 
 Nothing runs: plans and modelled systems are simulated with the same operators and the same rates (`chunkc.baselines`),
-activation checkpointing around every layer, one batch size for all. A row says which system is the fastest that fits,
-what of chunkc's step no stream's work explains, and how long a step takes whose updates wait for a decision.
+one batch size for all. The modelled systems compute every layer again, as their papers do; chunkc decides by the plan
+what is kept, computed again or moved. A row says which system is the fastest that fits, what of chunkc's step no
+stream's work explains, and how long a step takes whose updates wait for a decision.
 
     python benchmarks/compare_policies.py --jobs 2            # writes docs/comparison.md, 40 minutes on 2 cores
     python benchmarks/compare_policies.py --hw v100-240g --models gpt-1b gpt-10b --out /tmp/comparison.md
@@ -53,8 +54,8 @@ DECIDED_ABOVE: Final = 0.10
 class Row:
     """One model on one machine; times in milliseconds, of the systems that fit.
 
-    ``own`` is the slowest of the ranks that were simulated, ``decided`` the first rank of a plan whose updates wait for
-    a decision; the shortages say what misses where there is none.
+    ``own`` is the slowest of the ranks that were simulated, ``activations`` what its plan does with them; ``decided``
+    is the first rank of a plan whose updates wait for a decision; the shortages say what misses where there is none.
     """
 
     hw: str
@@ -64,6 +65,7 @@ class Row:
     others_ms: Mapping[str, float]
     decided: Step | None = None
     decided_shortage: str = ""
+    activations: str = ""
 
     @property
     def best_other(self) -> str | None:
@@ -79,16 +81,29 @@ class Row:
 
 
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
-    """All systems on one machine."""
-    scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL, tracks_grad_norm=False)
-    answer, decided = slowest(scenario, scenarios), scenarios.answer(replace(scenario, tracks_grad_norm=True))
-    course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
+    """All systems on one machine; those that are modelled compute every layer again."""
+    scenario = Scenario(built_in(model), hw, batch, sequence, tracks_grad_norm=False)
+    first = scenarios.answer(scenario)
+    answer, decided = slowest(first, scenarios), with_decision(first, scenario, scenarios)
+    again = replace(scenario, recompute=Recompute.FULL)
+    course, machine = Course.of(scenarios.captured(again).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
     return Row(
         *(str(hw), model, step_of(answer, hw), shortage_of(answer), others),
-        *(step_of(decided, hw), shortage_of(decided)),
+        *(step_of(decided, hw), shortage_of(decided), activations_of(answer)),
     )
+
+
+def activations_of(answer: Answer) -> str:
+    """What a plan computes again, and what it moves, in words; empty where there is none."""
+    if answer.plan is None or answer.scenario is None:
+        return ""
+    keep = answer.scenario.keep
+    parts = [{1.0: "all kept", 0.0: "all again"}.get(keep, f"{1 - keep:.0%} again")]
+    moved_nbytes = sum(value.nbytes for value in answer.plan.moves)
+    parts += [f"{size(moved_nbytes)} moved"] if moved_nbytes else []
+    return ", ".join(parts)
 
 
 def step_of(answer: Answer, hw: Hardware) -> Step | None:
@@ -101,18 +116,27 @@ def shortage_of(answer: Answer) -> str:
     return "" if answer.shortage is None else f"misses {shortfall(answer.shortage)}"
 
 
-def slowest(scenario: Scenario, scenarios: Scenarios) -> Answer:
-    """The slower answer of the first and the last rank.
+def slowest(first: Answer, scenarios: Scenarios) -> Answer:
+    """The slower answer of the first rank, which is given, and the last one.
 
-    They own most and least: padding stands in the last places.
+    They own most and least: padding stands in the last places. What is computed again is the first rank's choice.
     """
-    first = scenarios.answer(scenario)
-    if scenario.num_ranks == 1 or first.timeline is None:
+    scenario = first.scenario
+    if first.timeline is None or scenario is None or scenario.num_ranks == 1:
         return first
     last = scenarios.answer(replace(scenario, rank=scenario.num_ranks - 1))
     if last.timeline is None:
         return last
     return last if last.timeline.step_ms > first.timeline.step_ms else first
+
+
+def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> Answer:
+    """The answer of ``first`` with a decision: the same layers are computed again, or others where that fits not."""
+    if first.fits and first.scenario is not None:
+        decided = scenarios.answer(replace(first.scenario, tracks_grad_norm=True))
+        if decided.fits:
+            return decided
+    return scenarios.answer(replace(scenario, tracks_grad_norm=True))
 
 
 def waits_of(timeline: Timeline) -> str:
@@ -127,13 +151,14 @@ def cells_of(row: Row) -> tuple[str, ...]:
     best = row.best_other
     other = "none fits" if best is None else f"{duration(row.others_ms[best])} ({best})"
     if row.own is None:
-        return (row.model, row.shortage or "not simulated", other, "", "", "", "", "")
+        return (row.model, row.shortage or "not simulated", "", other, "", "", "", "", "")
     own, timeline = row.own, row.own.timeline
     speedup = "" if best is None else f"{row.others_ms[best] / timeline.step_ms:.2f}"
     why = waits_of(timeline) if own.excess > EXPLAIN_ABOVE else ""
     bound = f"{duration(own.bounds_ms[own.largest_bound])} ({own.largest_bound})"
     decided = row.decided_shortage if row.decided is None else decided_cell(row.decided)
-    return (row.model, step_and_rate(timeline), other, speedup, bound, f"{own.excess:+.1%}", why, decided)
+    measures = (other, speedup, bound, f"{own.excess:+.1%}", why, decided)
+    return (row.model, step_and_rate(timeline), row.activations, *measures)
 
 
 def decided_cell(step: Step) -> str:
@@ -152,8 +177,8 @@ def step_and_rate(timeline: Timeline) -> str:
 
 
 HEADINGS: Final = (
-    "model", "chunkc: step, TFLOPS", "fastest other", "times as fast", "largest bound", "beyond it", "critical path",
-    "chunkc with a decision",
+    "model", "chunkc: step, TFLOPS", "activations", "fastest other", "times as fast", "largest bound", "beyond it",
+    "critical path", "chunkc with a decision",
 )  # fmt: skip
 
 
@@ -168,10 +193,15 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
     parts = [
         "# Plans beside other systems",
         "",
-        f"Simulated, not measured: GPT-2-like models, batch {batch} a GPU, {sequence} tokens, activation checkpointing",
-        "around every layer. Systems other than chunkc are *modelled* from their papers (`chunkc.baselines`), with the",
-        "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
-        "parameters * tokens * 8 / seconds. Of several ranks, the first and the last are simulated, which own most",
+        f"Simulated, not measured: GPT-2-like models, batch {batch} a GPU, {sequence} tokens. Systems other than",
+        "chunkc are *modelled* from their papers (`chunkc.baselines`), with the same operators, the same rates and the",
+        "same engine; they compute every layer again in backward, as their papers do. In chunkc, activations are part",
+        "of the plan: a share of the layers is computed again, and of the others what backward reads is kept, or moved",
+        "to host memory until then, by simulated time. TFLOPS are one GPU's, counted as PatrickStar counts them:",
+        "parameters * tokens * 8 / seconds, which counts a second forward of every layer, computed or not: it is the",
+        "time of the step in another unit.",
+        "",
+        "Of several ranks, the first and the last are simulated, which own most",
         "and least; the slower of the two is shown. No system clips gradients or scales a loss, so no update waits for",
         "a decision; *with a decision* is the same run with clipping, and in fp16 with loss scaling (the first rank):",
         "no update is permitted until backward has ended. Where host memory has room for second homes, updates begin",

@@ -5,9 +5,10 @@ what enters their layer (Chen et al., "Training deep nets with sublinear memory 
 budget*, the share of layers that keep their activations, the joint graph is partitioned anew, the iteration is planned,
 and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
 
-    keep all ─ fits, and nothing is to gain ──────────────────────────────────────── keep all
-        └──── 0.75, 0.5, 0.25, 0 until two gain nothing (large graphs: 0 and 0.5) ─ the fastest, else the largest
-                                                      nothing fits ─ the one that needs least device memory
+    keep all ─ fits, and nothing is to gain ───────────────────────────────────────────── keep all
+        ├──── with rates: 0, 0.5, 0.25 or 0.75, then halves between the best and a neighbour ─ the fastest
+        ├──── without: 0.75, 0.5, 0.25, 0 (large graphs: 0, 0.5) ─ the largest that fits
+        └──── nothing fits ─ the one that needs least device memory
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ WORTH_REFUSING = 0.1
 """Share of device memory that a budget must save to be refused instead of ``KEEP_ALL``, which may yet fit as fused."""
 MANY_OPERATORS = 6000
 """Operators of forward and backward beyond which a partition takes seconds: three budgets are tried in all."""
+WORTH_HALVING = 0.004
+"""Share of the step that the budgets between two must be able to gain for one of them to be tried."""
+LEAST_WIDTH = 1 / 64
+"""Distance of two budgets below which they are as good as one: less than a layer of most models."""
+FORWARD_SHARE = 0.25
+"""Share of a step's computation that is its second forward, where all layers are computed again."""
+STALLED = 0.02
+"""Share by which a step is longer than its computation from which less is kept, for more room, rather than more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,11 @@ def _milliseconds(step_ms: float) -> str:
 
 
 def choose_budget(
-    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates | None
+    schedule_with: Callable[[float], Schedule],
+    plan_with: Callable[[Schedule], Plan],
+    rates: CostRates | None,
+    *,
+    is_cheap: bool = False,
 ) -> BudgetChoice:
     """Choose the activation budget of one iteration.
 
@@ -87,11 +100,12 @@ def choose_budget(
         schedule_with: the iteration with an activation budget in [0, 1].
         plan_with: its plan; it raises `BudgetError` where that does not fit.
         rates: of the machine; None where they are not known.
+        is_cheap: whether a schedule of a large graph takes no time to make.
 
     Returns:
-        The budget whose plan simulates fastest, or, without rates, the largest that fits. Budgets are priced from the
-        largest down, until two in a row gain nothing. Only ``KEEP_ALL`` is tried where it fits and the step is
-        computation alone, of which recomputing makes more. Where nothing fits, the choice needs least device memory.
+        The budget whose plan simulates fastest, or, without rates, the largest that fits. Only ``KEEP_ALL`` is tried
+        where it fits and the step is computation alone, of which recomputing makes more. Where nothing fits, the choice
+        needs least device memory.
     """
     with _counted(1):
         first = _price(KEEP_ALL, first_schedule := schedule_with(KEEP_ALL), plan_with, rates)
@@ -99,10 +113,12 @@ def choose_budget(
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         return BudgetChoice(KEEP_ALL, (first,))
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
-    if is_large:
+    if is_large and not is_cheap:
         trial.try_ends()
-    else:
+    elif rates is None:
         trial.descend()
+    else:
+        trial.bisect()
     return BudgetChoice(trial.best().budget, tuple(trial.candidates))
 
 
@@ -122,20 +138,51 @@ class _Trial:
         return candidate
 
     def descend(self) -> None:
-        """Try budgets from the largest down, until two in a row gain nothing."""
-        best, misses = self.candidates[0], 0
+        """Try budgets from the largest down, until one fits."""
         for budget in BUDGETS:
-            candidate = self.price(budget)
-            is_better = candidate.step_ms < best.step_ms * (1 - MIN_GAIN)
-            misses = 0 if is_better or not candidate.fits else misses + 1
-            best = candidate if is_better else best
-            if misses == 2 or (self.rates is None and candidate.fits):
+            if self.price(budget).fits:
                 break
 
-    def try_ends(self) -> None:
-        """Try to recompute all, and half where that fits."""
-        if self.price(RECOMPUTE_ALL).fits:
+    def try_ends(self) -> bool:
+        """Try to recompute all, and half where that fits, which is returned."""
+        fits = self.price(RECOMPUTE_ALL).fits
+        if fits:
             self.price((RECOMPUTE_ALL + KEEP_ALL) / 2)
+        return fits
+
+    def bisect(self) -> None:
+        """Try the ends, their middle, the middle of the better half, and halves around the best."""
+        if self.try_ends():
+            middle = (RECOMPUTE_ALL + KEEP_ALL) / 2
+            self.price((middle + (KEEP_ALL if self.best().budget >= middle else RECOMPUTE_ALL)) / 2)
+            self.halve()
+
+    def halve(self) -> None:
+        """Try halves between the best budget and a neighbour (bisection), as long as there is something to gain.
+
+        More is kept where the step is little more than computation, of which that leaves less. Elsewhere less is, for
+        room, where the rest of the step is longer than what is then computed again.
+        """
+        while (best := self.best()).fits:
+            tried = sorted(self.candidates, key=lambda c: c.budget)
+            position, rest_ms = tried.index(best), best.step_ms - best.compute_ms
+            stalls = rest_ms > best.compute_ms * STALLED
+            neighbours = tried[:position][-1:] if stalls else tried[position + 1 :][:1]
+            width = abs(neighbours[0].budget - best.budget) / 2 if neighbours else 0.0
+            worth_ms = self._worth_ms()
+            while stalls and worth_ms * width > rest_ms:
+                width /= 2
+            if width < LEAST_WIDTH or worth_ms * width < best.step_ms * WORTH_HALVING:
+                break
+            self.price(best.budget - width if stalls else best.budget + width)
+
+    def _worth_ms(self) -> float:
+        """Computation that is spared where all layers keep their activations."""
+        fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: c.budget)
+        least, most = fitting[0], fitting[-1]
+        if least is most:
+            return least.compute_ms * FORWARD_SHARE
+        return (least.compute_ms - most.compute_ms) / (most.budget - least.budget)
 
     def best(self) -> BudgetCandidate:
         """The fastest candidate by more than the simulator can tell apart, then the largest budget."""

@@ -178,12 +178,14 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float, changing
     """Have backward compute the inside of layers again: of a layer only what others read is saved.
 
     So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016), by which the
-    model may recompute other layers. A share ``keep`` of the `recomputable_layers`, spread evenly, keep their
-    activations. ``cone``, of what is made of parameters alone, is never saved; results that read inputs in ``changing``
-    are, since a second computation would read what forward has left there.
+    model may recompute other layers. A share ``keep`` of the `recomputable_layers`, the last ones, keep their
+    activations: those live shortest, and are gone when backward computes the first layers again. ``cone``, of what is
+    made of parameters alone, is never saved; results that read inputs in ``changing`` are, since a second computation
+    would read what forward has left there.
     """
     layer_of = _forward_layers(graph, cone)
-    again = {layer for i, layer in enumerate(_undecided(layer_of)) if int((i + 1) * (1 - keep)) > int(i * (1 - keep))}
+    layers = _undecided(layer_of)
+    again = set(layers[: len(layers) - num_kept(keep, len(layers))])
     if not again:
         return
     number: dict[str | int, int] = {}
@@ -198,6 +200,11 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float, changing
     for node in _readers(graph, changing):
         if layer_of.get(node) in again:
             save_result(node, cone)
+
+
+def num_kept(keep: float, num_layers: int) -> int:
+    """Of ``num_layers`` layers, how many keep their activations with an activation budget ``keep``."""
+    return round(keep * num_layers)
 
 
 def _readers(graph: Graph, names: Collection[str]) -> list[Node]:

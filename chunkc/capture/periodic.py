@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Final, TypeVar
 
@@ -24,7 +24,8 @@ BASE: Final = 4
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
 _NUMBERED = re.compile(r".*_\d+")
-_NUM_OUTER: Final = 2
+NUM_OUTER: Final = 2
+"""Layers of a capture that are not alike: those at either end."""
 
 Row = TypeVar("Row", Operator, ParamInfo)
 _Form = tuple[str, ...]
@@ -47,13 +48,13 @@ class _Line:
 def periodic_schedule(
     shallow: Schedule, deeper: Schedule, num_layers: int, params: Sequence[ParamInfo] | None = None
 ) -> Schedule:
-    """The schedule that a capture with ``num_layers`` layers, at least ``BASE``, would give.
+    """The schedule that a capture with ``num_layers`` layers, at least ``NUM_OUTER``, would give.
 
     The captures have ``BASE`` and ``BASE + 1`` layers; ``params`` of the deep model are compared with what follows, if
     given. NotPeriodicError when the captures do not agree on a rule, or ``params`` are others.
     """
-    if num_layers < BASE:
-        raise NotPeriodicError(f"{num_layers} layers are fewer than the {BASE} of the shallower capture")
+    if num_layers < NUM_OUTER:
+        raise NotPeriodicError(f"{num_layers} layers are fewer than the {NUM_OUTER} outer ones of the captures")
     infos = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
     if params is not None and tuple(params) != infos:
         name = next((p.name for p, q in zip(params, infos, strict=False) if p != q), "their number")
@@ -68,6 +69,22 @@ def periodic_schedule(
     (whole,) = _outside(wholes[:1], wholes[1:], num_layers)
     held_nbytes, also_trained, num_samples, num_tokens = _decode(whole)
     return Schedule(infos, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
+
+
+def mixed_schedule(
+    captures: Mapping[tuple[int, int], Schedule],
+    num_again: int,
+    num_kept: int,
+    params: Sequence[ParamInfo] | None = None,
+) -> Schedule:
+    """The schedule of a deep model whose last ``num_kept`` layers alone keep their activations.
+
+    ``captures``: by the layers that are computed again, and the kept ones behind them, which are ``BASE`` or
+    ``BASE + 1`` of each kind: all four. Each kind repeats by itself, so this is `periodic_schedule` of either, with the
+    same errors.
+    """
+    few, more = (periodic_schedule(captures[BASE, n], captures[BASE + 1, n], num_again) for n in (BASE, BASE + 1))
+    return periodic_schedule(few, more, num_kept, params)
 
 
 def _rows(
@@ -87,8 +104,8 @@ def _rows(
         start, blocks = _blocks(a[done_a:end_a], b[done_b : end_b + period], period, num_layers)
         lines += _outside(a[done_a : done_a + start], b[done_b : done_b + start], num_layers)
         lines += blocks
-        done_a += start + (BASE - _NUM_OUTER) * period
-        done_b += start + (BASE + 1 - _NUM_OUTER) * period
+        done_a += start + (BASE - NUM_OUTER) * period
+        done_b += start + (BASE + 1 - NUM_OUTER) * period
     lines += _outside(a[done_a:], b[done_b:], num_layers)
     return tuple(_restored(kind, _decode(line)) for line in lines)
 
@@ -104,7 +121,7 @@ def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[
         return [] if i == len(a) else None
     for period in range(1, len(b) - j - (len(a) - i) + 1):
         block = b[j : j + period]
-        if j >= _NUM_OUTER * period and all(b[j - m * period :][:period] == block for m in range(1, _NUM_OUTER + 1)):
+        if j >= NUM_OUTER * period and all(b[j - m * period :][:period] == block for m in range(1, NUM_OUTER + 1)):
             rest = _insertions(a, b, i, j + period)
             if rest is not None and not (rest and rest[0][0] == i):
                 return [(i, j, period), *rest]
@@ -114,9 +131,9 @@ def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[
 def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int) -> tuple[int, list[_Line]]:
     """Find where equal blocks begin, from the end backwards, and make those of ``num_layers`` layers."""
     reason = "there are too few rows in front of them"
-    for start in range(len(a) - (BASE - _NUM_OUTER) * period, -1, -1):
-        few = [a[start + m * period :][:period] for m in range(BASE - _NUM_OUTER)]
-        more = [b[start + m * period :][:period] for m in range(BASE + 1 - _NUM_OUTER)]
+    for start in range(len(a) - (BASE - NUM_OUTER) * period, -1, -1):
+        few = [a[start + m * period :][:period] for m in range(BASE - NUM_OUTER)]
+        more = [b[start + m * period :][:period] for m in range(BASE + 1 - NUM_OUTER)]
         if any([x.form for x in block] != [x.form for x in few[0]] for block in (*few, *more)):
             break
         try:
@@ -147,7 +164,7 @@ def _inside(blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]]
                 if line.numbers != _at(first.numbers, by_position, by_depth, m, depth):
                     raise NotPeriodicError(f"numbers of {''.join(first.form)} are no affine function of the layer")
         rules.append((first, by_position, by_depth))
-    for m in range(num_layers - _NUM_OUTER):
+    for m in range(num_layers - NUM_OUTER):
         for first, by_position, by_depth in rules:
             numbers = _at(first.numbers, by_position, by_depth, m, num_layers - BASE)
             yield _checked(first.form, numbers)

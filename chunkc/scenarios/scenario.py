@@ -1,17 +1,15 @@
 """Answers to "what if this model ran on that machine": plans and simulations of models given as data.
 
-`Scenarios` answers each `Scenario` and keeps captures, which cost most, for the next question. Where all layers of a
-model are alike, its schedule follows from captures of few of them (``chunkc.capture.periodic``).
+`Scenarios` answers each `Scenario` and keeps captures, which cost most, for the next question.
 
-With ``Recompute.AUTO`` a model is planned without activation checkpointing around every layer, and with it if it does
-not fit. The plan is then that of ``chunkc.plan`` for the same checkpointed model. Of one without checkpoints
-``chunkc.plan`` may compute some layers again, where that is faster; a scenario keeps all that it was asked to keep. In
-fp16 it has the norms and the decision that loss scaling needs; with ``tracks_grad_norm=True`` those of clipping.
+With ``Recompute.AUTO`` the share of layers that are computed again is chosen as ``chunkc.compile`` chooses it, by
+`chunkc.passes.rematerialise`: each share is planned by a short search, which moves saved values too, and the fastest
+one again in full. In fp16 a plan has the norms and the decision that loss scaling needs; with
+``tracks_grad_norm=True`` those of clipping.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,35 +19,34 @@ from typing import Final
 
 import torch
 
-from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
 from chunkc.compiler.memory.decisions import with_norms, with_scaled_tangents
-from chunkc.compiler.plan_ahead import capture_ahead, plan_schedule, uncollected
+from chunkc.compiler.plan_ahead import plan_schedule, uncollected
 from chunkc.compiler.segment_compiler import Backend
-from chunkc.compiler.validation import compute_dtype, needs_scaling, param_infos, unique_params
+from chunkc.compiler.validation import needs_scaling
 from chunkc.cost.rates import known_rates
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
-from chunkc.ir.plan import StageRecord
+from chunkc.ir.plan import Plan as SimulatedPlan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Activations, PlanOptions, Target, budgets_of
-from chunkc.passes.rematerialise import MANY_OPERATORS
+from chunkc.passes import Activations, PlanOptions, Target, budgets_of, make_fastest_plan
+from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL, choose_budget
 from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.progress import stage, within
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.runtime.update.rules import states_of
+from chunkc.scenarios.captures import CapturedAhead, Captures, Subject
 from chunkc.scenarios.models import Transformer
-
-logger = logging.getLogger("chunkc")
 
 Tell = Callable[[str], None]
 
 
 class Recompute(StrEnum):
-    """Whether activations are kept for backward, or every layer is computed again."""
+    """Whether activations are kept for backward, or every layer is computed again, or the first ones are."""
 
     AUTO = "auto"
     NONE = "none"
+    PARTIAL = "partial"
     FULL = "full"
 
 
@@ -65,7 +62,8 @@ class Scenario:
 
     Attributes:
         batch: sequences of one rank in a forward. sequence: tokens of each. accumulate: micro-batches of a step.
-        recompute: whether layers are computed again in backward.
+        recompute: whether layers are computed again in backward. kept_share: of the layers, those, at the end, that
+            are not, where ``recompute`` is ``partial``.
         dtype: compute dtype, or ``auto``.
         world_size: ranks; None takes the GPUs of ``hw``. rank: whose plan is asked for.
         chunk_numel: elements of a chunk; None lets the planner choose.
@@ -95,6 +93,27 @@ class Scenario:
     tracks_grad_norm: bool | None = None
     optimizer: str = "adamw"
     activations: Activations = "auto"
+    kept_share: float = 0.5
+
+    @property
+    def keep(self) -> float:
+        """The activation budget in [0, 1]; ValueError where it is not decided."""
+        match self.recompute:
+            case Recompute.AUTO:
+                raise ValueError(f"of {self} it is not decided what is computed again")
+            case Recompute.PARTIAL:
+                return self.kept_share
+        return KEEP_ALL if self.recompute is Recompute.NONE else RECOMPUTE_ALL
+
+    def keeping(self, keep: float) -> Scenario:
+        """The same with an activation budget."""
+        ends = {KEEP_ALL: Recompute.NONE, RECOMPUTE_ALL: Recompute.FULL}
+        return replace(self, recompute=ends.get(keep, Recompute.PARTIAL), kept_share=keep)
+
+    @property
+    def subject(self) -> Subject:
+        """What is captured."""
+        return Subject(self.model, self.batch, self.sequence, self.dtype, self.backend, self.hw)
 
     @property
     def num_ranks(self) -> int:
@@ -108,7 +127,8 @@ class Scenario:
         waits = clipping[self.tracks_grad_norm] + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
         what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
         moves = ", activations moved" if self.activations == "offload" else ""
-        return f"{what}, recompute {self.recompute}{moves}{waits}"
+        share = f" ({1 - self.kept_share:.0%} of the layers)" if self.recompute is Recompute.PARTIAL else ""
+        return f"{what}, recompute {self.recompute}{share}{moves}{waits}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +155,6 @@ class Answer:
         return self.plan is not None
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedAhead:
-    """A schedule, and what its capture did."""
-
-    schedule: Schedule
-    stages: tuple[StageRecord, ...]
-
-
 PolicyPlanner = Callable[[Scenario, CapturedAhead, Target, int], Plan]
 """Makes the verified plan of a scenario within a number of simulated actions, or raises `BudgetError`."""
 
@@ -161,29 +173,32 @@ class Scenarios:
     """Answers scenarios; ``tell`` is given a line for each plan that was made."""
 
     tell: Tell = lambda line: None
-    _captures: dict[tuple[object, ...], CapturedAhead] = field(default_factory=dict)
+    _captures: Captures = field(default_factory=Captures)
 
     def answer(self, scenario: Scenario) -> Answer:
         """Plan and simulate ``scenario``; raises as `captured`."""
         if scenario.recompute is Recompute.AUTO:
-            return self._faster(scenario)
+            return self._fastest(scenario)
         return self._answer(scenario)
 
-    def _faster(self, scenario: Scenario) -> Answer:
-        """Keep what fits; else recompute layers, unless moving what they save is faster.
+    def _fastest(self, scenario: Scenario) -> Answer:
+        """Plan with the share of layers computed again that is the fastest, or makes the model fit."""
+        began_s = time.perf_counter()
+        target = _target(scenario)
 
-        Of large models both are planned by a short search, and the better one again in full.
-        """
-        keeping, recomputing = (replace(scenario, recompute=r) for r in (Recompute.NONE, Recompute.FULL))
-        num_operators = sum(len(graph.operators) for graph in self.captured(keeping).schedule.graphs)
-        max_actions = SCREENING_ACTIONS if num_operators > MANY_OPERATORS else MAX_ACTIONS
-        best = self._answer(keeping, max_actions)
-        if best.plan is None or best.plan.moves:
-            again = self._answer(recomputing, max_actions)
-            best = again if not best.fits or (again.fits and _step_ms(again) < _step_ms(best)) else best
-        if max_actions == MAX_ACTIONS or best.scenario is None or not best.fits:
-            return best
-        return self._answer(best.scenario)
+        def schedule_with(keep: float) -> Schedule:
+            return self.captured(scenario.keeping(keep)).schedule
+
+        def plan_with(schedule: Schedule) -> SimulatedPlan:
+            schedule, options = _wishes(scenario, schedule)
+            return make_fastest_plan(schedule, target, options, max_actions=SCREENING_ACTIONS).plan
+
+        with uncollected(), within(str(scenario)):
+            is_cheap = scenario.model.num_layers is not None
+            choice = choose_budget(schedule_with, plan_with, target.rates, is_cheap=is_cheap)
+        self.tell(f"{scenario}: {choice.note} ({time.perf_counter() - began_s:.1f} s)")
+        answer = self._answer(scenario.keeping(choice.budget))
+        return replace(answer, elapsed_s=time.perf_counter() - began_s)
 
     def _answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
         began_s = time.perf_counter()
@@ -202,26 +217,11 @@ class Scenarios:
         Raises:
             ChunkcError: when the model cannot be built or captured.
         """
-        key = _key(scenario)
-        if key not in self._captures:
-            self._captures[key] = _capture(scenario)
-        return self._captures[key]
+        return self._captures.of(scenario.subject, scenario.keep)
 
     def is_captured(self, scenario: Scenario) -> bool:
         """Whether an answer takes no more captures."""
-        return _key(scenario) in self._captures
-
-
-def _step_ms(answer: Answer) -> float:
-    """The simulated step in milliseconds, 0 where it is unknown."""
-    return 0.0 if answer.timeline is None else answer.timeline.step_ms
-
-
-def _key(scenario: Scenario) -> tuple[object, ...]:
-    hw = scenario.hw
-    machine = (hw.compute_dtype, hw.compute_capability)
-    facts = (scenario.batch, scenario.sequence, scenario.dtype, scenario.backend)
-    return (repr(scenario.model), scenario.recompute, *machine, *facts)
+        return scenario.recompute is not Recompute.AUTO and self._captures.has(scenario.subject, scenario.keep)
 
 
 def policies() -> tuple[str, ...]:
@@ -229,10 +229,10 @@ def policies() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int) -> Answer:
+def _target(scenario: Scenario) -> Target:
     hw = scenario.hw
     world_size, num_replicas = hw.sharding(scenario.shard, scenario.world_size)
-    target = Target(
+    return Target(
         model=scenario.model.label,
         hw=str(hw),
         budgets=budgets_of(hw),
@@ -242,8 +242,12 @@ def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int) -> A
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
         runs_inline=hw.emulated,
     )
+
+
+def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int) -> Answer:
+    hw = scenario.hw
     try:
-        plan = _POLICIES[scenario.policy](scenario, captured, target, max_actions)
+        plan = _POLICIES[scenario.policy](scenario, captured, _target(scenario), max_actions)
     except BudgetError as error:
         return Answer(scenario, shortage=error)
     timeline, unpriced = priced(plan, hw)
@@ -251,7 +255,14 @@ def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int) -> A
 
 
 def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target, max_actions: int) -> Plan:
-    scales = needs_scaling(captured.schedule.params) and scenario.tracks_grad_norm is not False
+    schedule, options = _wishes(scenario, captured.schedule)
+    stages, backend = captured.stages, scenario.backend
+    return plan_schedule(schedule, target, options, stages, backend, max_actions=max_actions)
+
+
+def _wishes(scenario: Scenario, schedule: Schedule) -> tuple[Schedule, PlanOptions]:
+    """``schedule`` with its norms and scaled tangents, and the options of its plan."""
+    scales = needs_scaling(schedule.params) and scenario.tracks_grad_norm is not False
     tracks_grad_norm = scales if scenario.tracks_grad_norm is None else scenario.tracks_grad_norm
     options = PlanOptions(
         chunk_numel=scenario.chunk_numel,
@@ -262,42 +273,8 @@ def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target, ma
         activations=scenario.activations,
         moved_share=1.0 if scenario.activations == "offload" else 0.0,
     )
-    schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
-    schedule = with_norms(schedule) if tracks_grad_norm else schedule
-    stages, backend = captured.stages, scenario.backend
-    return plan_schedule(schedule, target, options, stages, backend, max_actions=max_actions)
+    schedule = with_scaled_tangents(schedule) if scales else schedule
+    return (with_norms(schedule) if tracks_grad_norm else schedule), options
 
 
 _POLICIES: Final[Mapping[str, PolicyPlanner]] = MappingProxyType({"chunkc": _chunkc_plan})
-
-
-def _capture(scenario: Scenario) -> CapturedAhead:
-    num_layers = scenario.model.num_layers
-    if num_layers is None or num_layers <= BASE + 1:
-        return _direct(scenario, scenario.model)
-    model = scenario.model.build(recompute=scenario.recompute is Recompute.FULL)
-    infos = param_infos(model, compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw))
-    shallow, deeper = (_with_depth(scenario, depth) for depth in (BASE, BASE + 1))
-    began_s = time.perf_counter()
-    try:
-        schedule = periodic_schedule(shallow.schedule, deeper.schedule, num_layers, infos)
-    except NotPeriodicError as error:
-        logger.info("%s is captured as it is: %s", scenario.model.label, error)
-        return _direct(scenario, scenario.model)
-    note = f"{num_layers} layers from captures of {BASE} and {BASE + 1}"
-    record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
-    return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record))
-
-
-def _with_depth(scenario: Scenario, num_layers: int) -> CapturedAhead:
-    with within(f"{num_layers} layers"):
-        return _direct(scenario, scenario.model.with_depth(num_layers))
-
-
-def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
-    stage("building the model")
-    model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
-    dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
-    inputs = transformer.inputs(scenario.batch, scenario.sequence)
-    captured = capture_ahead(model, dtype, inputs, scenario.backend, gpu=scenario.hw.compute_capability)
-    return CapturedAhead(captured.schedule, captured.stages)

@@ -13,9 +13,11 @@ from schedules import chain, planned, target
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
+from chunkc.ir.plan import MovedValue
+from chunkc.report import Plan as ReportedPlan
 from chunkc.report.units import size
 from chunkc.scenarios.models import built_in
-from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -45,10 +47,10 @@ def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType
     step = script.Step(timeline, {"compute": bound_ms, "exchange": bound_ms / 2}, 3, 5, 2 << 30)
     faster = script.Row("hw", "model", step, "", {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
     assert faster.best_other == "dos" and not faster.is_fastest
-    assert script.cells_of(faster)[3] == "0.50"
+    assert script.cells_of(faster)[4] == "0.50"
     slower = script.Row("hw", "model", step, "", {"l2l": timeline.step_ms * 3})
-    assert slower.is_fastest and script.cells_of(slower)[3] == "3.00"
-    assert script.cells_of(slower)[4].endswith("(compute)") and script.cells_of(slower)[5] == "+25.0%"
+    assert slower.is_fastest and script.cells_of(slower)[4] == "3.00"
+    assert script.cells_of(slower)[5].endswith("(compute)") and script.cells_of(slower)[6] == "+25.0%"
     assert script.Row("hw", "model", step, "", {"l2l": timeline.step_ms}).is_fastest
     decided = script.Row("hw", "model", step, "", {}, replace(step, timeline=replace(timeline, step_ms=bound_ms * 1.5)))
     assert "+50.0%: " in script.cells_of(decided)[-1]
@@ -66,12 +68,29 @@ def test_the_slower_of_the_first_and_the_last_rank_is_shown(script: ModuleType, 
 
     class Ranks(Scenarios):
         def answer(self, scenario: Scenario) -> Answer:
-            asked.append(scenario.rank)
+            asked.append((scenario.rank, scenario.keep))
             return Answer(scenario, timeline=replace(timeline, step_ms=10.0 + scenario.rank))
 
-    found = script.slowest(Scenario(built_in("gpt-1b"), Hardware.parse(hw), 1, 8), Ranks())
-    assert asked == ([0, 7] if "8x" in hw else [0])
-    assert found.timeline.step_ms == 10.0 + asked[-1]
+    scenario = Scenario(built_in("gpt-1b"), Hardware.parse(hw), 1, 8).keeping(0.25)
+    found = script.slowest(Ranks().answer(scenario), Ranks())
+    assert asked == ([(0, 0.25), (7, 0.25)] if "8x" in hw else [(0, 0.25)])
+    assert found.timeline.step_ms == 10.0 + asked[-1][0]
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_same_layers_are_computed_again_with_a_decision_where_that_fits(script: ModuleType, fits: bool) -> None:
+    plan = ReportedPlan.of(planned(chain(4), target(2048)).plan)
+    asked = []
+
+    class Deciding(Scenarios):
+        def answer(self, scenario: Scenario) -> Answer:
+            asked.append((scenario.recompute, scenario.tracks_grad_norm))
+            return Answer(scenario, plan if fits or scenario.recompute is Recompute.AUTO else None)
+
+    scenario = Scenario(built_in("gpt-1b"), Hardware.parse("v100-240g"), 1, 8, tracks_grad_norm=False)
+    found = script.with_decision(Answer(scenario.keeping(0.25), plan), scenario, Deciding())
+    assert found.fits
+    assert asked == [(Recompute.PARTIAL, True), (Recompute.AUTO, True)][: 1 if fits else 2]
 
 
 @pytest.mark.parametrize(("gpu_nbytes", "host_nbytes", "kind"), [(1, 1 << 30, "device"), (2048, 1, "host")])
@@ -83,8 +102,18 @@ def test_what_does_not_fit_misses_memory_of_a_kind(
     missed = f"misses {size(caught.value.missing_nbytes)} of {kind} memory"
     assert script.shortage_of(Answer(None, shortage=caught.value)) == missed
     row = script.Row("hw", "model", None, missed, {})
-    assert row.is_fastest and script.cells_of(row)[1:3] == (missed, "none fits")
+    assert row.is_fastest and script.cells_of(row)[1:4] == (missed, "", "none fits")
     assert not script.Row("hw", "model", None, missed, {"dos": 1.0}).is_fastest
+
+
+@pytest.mark.parametrize(("keep", "text"), [(1.0, "all kept"), (0.0, "all again"), (0.375, "62% again")])
+def test_a_row_says_what_becomes_of_activations(script: ModuleType, keep: float, text: str) -> None:
+    scenario = Scenario(built_in("gpt-1b"), Hardware.parse("v100-240g"), 1, 8).keeping(keep)
+    plan = planned(chain(4), target(2048)).plan
+    moved = replace(plan, moves=(MovedValue(0, 3 << 20, 1, 2, (0, 1)),))
+    assert script.activations_of(Answer(scenario, ReportedPlan.of(plan))) == text
+    assert script.activations_of(Answer(scenario, ReportedPlan.of(moved))) == f"{text}, 3.00 MiB moved"
+    assert script.activations_of(Answer(scenario)) == ""
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 from tiny_transformers import TINY_BERT, TINY_GPT
 from torch.torch_version import TorchVersion
 
-from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
+from chunkc.capture.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
 from chunkc.hardware import Hardware
@@ -123,7 +123,7 @@ def handmade(num_layers: int, edit: Edit = lambda layer, depth, op: op) -> Sched
     return Schedule(params, *graphs, held_nbytes=16 + 4 * num_layers, num_samples=2, num_tokens=32)
 
 
-@pytest.mark.parametrize("num_layers", [4, 5, 6, 7, 11, 96])
+@pytest.mark.parametrize("num_layers", [2, 3, 4, 5, 6, 7, 11, 96])
 def test_a_schedule_with_blocks_in_several_places(num_layers: int) -> None:
     expected = handmade(num_layers)
     assert periodic_schedule(handmade(BASE), handmade(BASE + 1), num_layers, expected.params) == expected
@@ -164,4 +164,42 @@ def test_other_parameters_than_those_that_follow_are_refused() -> None:
 
 def test_fewer_layers_than_captured_are_refused() -> None:
     with pytest.raises(NotPeriodicError, match="fewer than"):
-        periodic_schedule(handmade(BASE), handmade(BASE + 1), BASE - 1)
+        periodic_schedule(handmade(BASE), handmade(BASE + 1), NUM_OUTER - 1)
+
+
+# --- layers of two kinds ----------------------------------------------------------------------------------------------
+
+
+def handmade_mixed(num_again: int, num_kept: int) -> Schedule:
+    """Two operators a layer in forward; in backward one where a kept layer is read, two where one is computed again."""
+    depth = num_again + num_kept
+
+    def live(num_layers: int) -> dict[str, int]:
+        nbytes = 64 + 8 * min(num_layers, num_again) + 32 * max(0, num_layers - num_again)
+        return {"live_nbytes": nbytes, "live_after_nbytes": nbytes - 8}
+
+    forward, backward = [operator("embedding", **live(0))], [operator("ones", **live(depth))]
+    for i in range(depth):
+        name = f"mm_{2 * i}" if i else "mm"
+        first = operator(name, reads=(1 + i,), layer=f"h.{i}", **live(i))
+        second = operator(f"mm_{2 * i + 1}", layer=f"h.{i}", **live(i + 1))
+        if i >= num_again:
+            first = replace(first, saved_nbytes=32, read_by=(depth - i, depth - i), used_until=2 * i + 2)
+        forward += [first, second]
+    for i in reversed(range(depth)):
+        name = f"mm_{2 * i}" if i else "mm"
+        again = [operator(name, reads=(1 + i,), layer=f"h.{i}", **live(i))] if i < num_again else []
+        backward += [*again, operator(f"mm_{3 * depth - 1 - i}", grads=(1 + i,), layer=f"h.{i}", **live(i))]
+    params = (info("embed.weight_0"), *(info(f"h.{i}.weight") for i in range(depth)))
+    graphs = GraphSchedule("forward", tuple(forward)), GraphSchedule("backward", tuple(backward))
+    return Schedule(params, *graphs, num_samples=2, num_tokens=32)
+
+
+@pytest.mark.parametrize(("num_again", "num_kept"), [(2, 2), (2, 9), (3, 7), (8, 3), (5, 5), (40, 56)])
+def test_layers_computed_again_before_kept_ones(num_again: int, num_kept: int) -> None:
+    counts = [(again, kept) for again in (BASE, BASE + 1) for kept in (BASE, BASE + 1)]
+    captures = {pair: handmade_mixed(*pair) for pair in counts}
+    expected = handmade_mixed(num_again, num_kept)
+    assert mixed_schedule(captures, num_again, num_kept, expected.params) == expected
+    with pytest.raises(NotPeriodicError):
+        mixed_schedule(captures | {(BASE, BASE): handmade_mixed(BASE, BASE + 2)}, num_again, num_kept)

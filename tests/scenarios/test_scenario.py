@@ -22,7 +22,8 @@ def test_the_plan_is_that_of_chunkc_plan() -> None:
     assert answer.plan is not None and answer.timeline is not None
     verify(answer.plan)
     assert "periodic" in [stage.name for stage in answer.plan.stages]
-    direct = chunkc.plan(model.build(recompute=True), HW, example_inputs=model.inputs(2, 16), dtype=torch.float32)
+    inputs = model.inputs(2, 16)
+    direct = chunkc.plan(model.build(), HW, example_inputs=inputs, dtype=torch.float32, activations="recompute")
     assert "periodic" not in [stage.name for stage in direct.stages]
     assert replace(answer.plan, model=direct.model).digest() == direct.digest()
     assert answer.timeline.num_tokens == 32
@@ -34,7 +35,8 @@ def test_in_fp16_a_scenario_is_planned_with_its_loss_scaling() -> None:
     scenario = replace(SCENARIO, recompute=Recompute.FULL)
     scenarios = Scenarios()
     scaled = scenarios.answer(scenario).plan
-    direct = chunkc.plan(TINY_GPT.build(recompute=True), HW, example_inputs=TINY_GPT.inputs(2, 16))
+    inputs = TINY_GPT.inputs(2, 16)
+    direct = chunkc.plan(TINY_GPT.build(), HW, example_inputs=inputs, activations="recompute")
     assert scaled is not None and scaled.tracks_grad_norm and direct.tracks_grad_norm
     assert scaled.programs == direct.programs and scaled.layout == direct.layout and scaled.memory == direct.memory
     without = scenarios.answer(replace(scenario, tracks_grad_norm=False)).plan
@@ -60,10 +62,10 @@ def test_layers_are_computed_again_only_where_memory_is_short() -> None:
     assert kept.shortage is not None and again.shortage is not None
     least_kept, least_again = kept.shortage.min_device_nbytes, again.shortage.min_device_nbytes
     assert least_again < least_kept
-    for device_nbytes, expected in ((least_kept, Recompute.NONE), (least_kept - 1, Recompute.FULL)):
+    for device_nbytes, expected in ((2 * least_kept, 1.0), (least_again, 0.0)):
         found = scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=device_nbytes)))
         assert found.plan is not None and found.scenario is not None
-        assert found.scenario.recompute is expected
+        assert found.scenario.keep == expected
         assert found.plan.memory.device_peak_nbytes <= device_nbytes
     assert not scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=least_again - 1))).fits
     assert scenarios.is_captured(replace(long, recompute=Recompute.FULL))
@@ -81,3 +83,20 @@ def test_a_machine_without_rates_has_a_plan_and_no_times() -> None:
 def test_ranks_are_those_of_the_machine_or_as_given(world_size: int | None) -> None:
     scenario = replace(SCENARIO, hw=Hardware.parse("8xv100-240g"), world_size=world_size)
     assert scenario.num_ranks == (8 if world_size is None else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_choice_is_as_fast_as_the_best_of_all_shares() -> None:
+    """Of every number of layers, each planned in full, with moves; never slower than all kept or all computed again."""
+    scenarios, deep = Scenarios(), replace(SCENARIO, model=TINY_GPT.with_depth(12), batch=16, tracks_grad_norm=False)
+    ends = [scenarios.answer(replace(deep.keeping(k), hw=replace(HW, gpu_memory_nbytes=1))) for k in (0.0, 1.0)]
+    least, most = (end.shortage.min_device_nbytes for end in ends if end.shortage is not None)
+    scenario = replace(deep, hw=replace(HW, gpu_memory_nbytes=(least + most) // 2))
+    chosen = scenarios.answer(scenario)
+    found = [scenarios.answer(scenario.keeping(num_kept / 12)) for num_kept in (0, *range(2, 11), 12)]
+    step_ms = [answer.timeline.step_ms for answer in found if answer.timeline is not None]
+    assert chosen.timeline is not None and chosen.plan is not None
+    assert chosen.timeline.step_ms <= 1.01 * min(step_ms)
+    assert chosen.timeline.step_ms <= min(a.timeline.step_ms for a in (found[0], found[-1]) if a.timeline is not None)
+    verify(chosen.plan)
