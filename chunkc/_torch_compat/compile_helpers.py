@@ -7,8 +7,8 @@ process takes them from its beginning; what helpers have compiled, it then finds
     this process     s0   s1   s2   s3   s4       s8' s7' s6' s5'        ' from the cache
     helper           (imports torch)    s8   s7   s6   s5
 
-A helper decides nothing and returns nothing: where it fails, this process compiles. There are none for a GPU, whose
-memory the context of another process would take.
+A helper decides nothing and returns nothing: where one fails, it ends, and this process compiles what it had. There are
+none for a GPU, whose memory the context of another process would take.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from chunkc._torch_compat.inductor_jobs import compile_packed, num_compile_proce
 MIN_SEGMENTS: Final = 6
 """Left to compile for each helper, or else importing torch takes longer than it saves."""
 SLOW_S: Final = 0.3
-"""Seconds for a segment that was not in the cache; from there it takes tens of milliseconds."""
+"""Seconds for a segment that is worth a helper."""
 MAX_HELPERS: Final = 7
 PATIENCE: Final = 10.0
 """How often the time of the slowest segment so far a helper may take, and at least so many seconds."""
@@ -64,8 +64,7 @@ def serve() -> None:
     threading.Thread(target=_receive, args=(jobs, arrived), daemon=True).start()
     replies.write(b".")
     while (data := arrived.get()) is not None:
-        with suppress(Exception):  # the process that asked compiles it, and tells the error
-            compile_packed(data)
+        compile_packed(data)
         replies.write(b".")
 
 
@@ -128,7 +127,7 @@ class CompileHelpers(Generic[S]):
             helper.process.communicate()
 
     def note(self, elapsed_s: float, waiting: deque[S]) -> None:
-        """Hear that a segment took so long, and take others that wait, from the end of ``waiting``."""
+        """Hear that a segment took so long, 0 from the cache; take others from the end of ``waiting``."""
         self._slowest_s = max(self._slowest_s, elapsed_s)
         if not self.helpers and elapsed_s >= SLOW_S:
             num = min(len(waiting) // MIN_SEGMENTS, num_helpers())

@@ -71,6 +71,13 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     return compiled
 
 
+def num_cache_misses() -> int:
+    """Graphs so far that Inductor did not find in its cache on disk."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_miss"])
+
+
 class LoopUnavailable(RuntimeError):
     """There is no C++ compiler, or Inductor made something else than one loop."""
 
@@ -108,12 +115,12 @@ def inductor_loop(
     return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
 
 
-def cpp_library(source: str) -> ctypes.CDLL:
+def cpp_library(source: str, *flags: str) -> ctypes.CDLL:
     """Compile C++ to a shared library by Inductor's compiler and cache, or LoopUnavailable."""
     from torch._inductor.codecache import CppCodeCache
 
     try:
-        library = _with_any_vectors(lambda: CppCodeCache.load(source))
+        library = _with_any_vectors(lambda: CppCodeCache.load(source, extra_flags=flags))
     except (RuntimeError, OSError) as error:
         raise LoopUnavailable(f"Inductor cannot compile here ({_first_line(error)})") from error
     return ctypes.CDLL(library._name)

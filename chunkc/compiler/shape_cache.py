@@ -11,21 +11,20 @@ that changes an input in place is made for inputs that lie so.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from chunkc._torch_compat import capture_errors
 from chunkc._torch_compat.core import (
-    BackendCompilerFailed,
-    CaptureFailed,
-    DataDependentGuard,
     Finalizer,
-    RecompileLimitHit,
     graph_break,
     plain_call,
     storage_address,
@@ -272,12 +271,14 @@ class ShapeTable:
         """
         self._calling, self._num_captured, self.has_fixed = signature, 0, False
         entry = self._entries.get(signature.key) or self._idle.get(signature.key)
+        sparing: AbstractContextManager[None] = nullcontext()
         if entry is None:
             self.check_room()
             stage("capturing the forward")
-            entry = Entry(self._make_run(places), places)
+            entry, sparing = Entry(self._make_run(places), places), old_objects_spared()
         try:
-            outputs = self._run(entry, args, kwargs)
+            with sparing:
+                outputs = self._run(entry, args, kwargs)
             self._idle[signature.key] = entry
             return outputs
         finally:
@@ -302,17 +303,17 @@ class ShapeTable:
         """Run ``entry``; CaptureFailed in place of the ways in which torch fails where data tell sizes."""
         try:
             return self._run_once(entry, args, kwargs)
-        except DataDependentGuard as error:
+        except capture_errors.DataDependentGuard as error:
             raise graph_break(str(error)) from error
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, (DataDependentSizeError, DataDependentGuard)):
+        except capture_errors.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, (DataDependentSizeError, capture_errors.DataDependentGuard)):
                 raise graph_break(str(error.inner_exception)) from error
             raise
 
     def _run_once(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return entry.run(*args, **kwargs)
-        except RecompileLimitHit:  # raised in place of running, for what the signature does not know of
+        except capture_errors.RecompileLimitHit:  # raised in place of running, for what the signature does not know of
             entry.run = self._make_run(entry.places)
             return entry.run(*args, **kwargs)
 
@@ -343,9 +344,26 @@ class ShapeTable:
             )
 
 
-def is_data_dependent(error: CaptureFailed) -> bool:
+@contextmanager
+def old_objects_spared() -> Iterator[None]:
+    """Within the block, collections of cyclic garbage look at objects that were made in it, and at no others.
+
+    Captures make objects by the million, and each full collection would look at all that the imported modules hold.
+    Where objects are spared already, by the user or a capture on another thread, nothing changes.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    try:
+        gc.freeze()
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def is_data_dependent(error: capture_errors.CaptureFailed) -> bool:
     """Whether a forward is not one graph since data tell sizes in it."""
-    return isinstance(error.__cause__, (DataDependentGuard, BackendCompilerFailed))
+    return isinstance(error.__cause__, (capture_errors.DataDependentGuard, capture_errors.BackendCompilerFailed))
 
 
 def _shown(signature: Signature | None) -> str:

@@ -19,6 +19,25 @@ MODEL = nn.Linear(2, 2)
 Point = namedtuple("Point", "x y")
 
 
+class Node:
+    """An object in a cycle of its own."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_collections_in_a_capture_spare_what_was_there_before() -> None:
+    before = weakref.ref(Node())
+    with shape_cache.old_objects_spared():
+        inside = weakref.ref(Node())
+        with shape_cache.old_objects_spared():
+            gc.collect()
+        assert inside() is None and before() is not None and gc.get_freeze_count()
+    assert not gc.get_freeze_count()
+    gc.collect()
+    assert before() is None
+
+
 class Cache:
     def __init__(self, length: int = 0) -> None:
         self.values = torch.zeros(length + 1)
