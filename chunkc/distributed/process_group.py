@@ -169,7 +169,7 @@ class JobRanks(Ranks):
         self._failures = FailureReports(store, f"chunkc/{number}", job_rank, self.job_size, timeout)
         self._concurrent: JobRanks | None = None
         self._agreement: Group | None = new_group("gloo", timeout, torch.device("cpu"), [range(self.job_size)])
-        self._control = self._agreement
+        self._control: Group | None = self._agreement
         self._data_groups: dict[str, DataGroup] = {}
         self._num_agreements = 0
 
