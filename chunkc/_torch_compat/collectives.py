@@ -1,7 +1,8 @@
-"""Functional collectives in graphs: operators of ``_c10d_functional``, and what a rank receives by them.
+"""Functional collectives in graphs, and what a rank receives by them.
 
-DTensor's redistributions are traced to these. A collective begins an exchange and returns the memory it will fill;
-``wait_tensor`` returns the same memory once it is filled. Seen on torch 2.11.0 and 2.13.0.
+DTensor's redistributions are traced to these operators of ``_c10d_functional``. A collective begins an exchange and
+returns the memory it will fill; ``wait_tensor`` returns the same memory once it is filled. Seen on torch 2.11.0 and
+2.13.0.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Ranks:
         return self.job_rank == 0
 
     def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
-        """Check that all ranks of the job are about to do the same, and return ``number`` of each, in their order.
+        """Check that all ranks of the job are about to do the same, and return each ``number`` in order.
 
         RankError, on all ranks, names the first of ``lines`` that differs. ``what``: of its kind (a parameter's name).
         """

@@ -25,7 +25,7 @@ from chunkc.errors import ChunkcError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
-    """Where this rank's part of a tensor of ``shape`` and ``stride`` lies, along each dimension of ``mesh``."""
+    """Where this rank's part of a tensor of ``shape`` and ``stride`` lies along dimensions of ``mesh``."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -79,7 +79,7 @@ class TensorShard:
         return self.view(value.detach())
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``value``: of a DTensor in any placement, or of a whole tensor that all ranks have.
+        """This rank's part of ``value``, a DTensor in any placement or a whole tensor that all ranks have.
 
         Tensors of another shape are returned as they are.
         """

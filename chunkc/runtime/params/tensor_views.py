@@ -1,4 +1,4 @@
-"""Parts in place of DTensors: what a module holds under tensor parallelism, and what its forward reads.
+"""Parts in place of DTensors: what a module holds under tensor parallelism, and what forward reads.
 
     before     module._parameters["weight"]   a DTensor
     after      module._parameters["weight"]   this rank's part, an ordinary parameter, which can be managed
