@@ -44,7 +44,7 @@ def received_nbytes(node: torch.fx.Node) -> int:
     name, size = _name(node).split("::")[-1], _group_size(node)
     if name == "all_reduce":
         return 2 * (size - 1) * given.nbytes // size
-    if name in ("all_gather_into_tensor", "all_to_all_single"):
+    if name in ("all_gather_into_tensor", "all_to_all_single", "shard_dim_alltoall"):
         return (size - 1) * result.nbytes // size
     if name == "reduce_scatter_tensor":
         return (size - 1) * result.nbytes

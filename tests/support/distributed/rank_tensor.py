@@ -1,7 +1,8 @@
 """Training under tensor parallelism on the ranks of a job, and whole values of what they then have."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from training import Recipe, Trained
 
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
+from chunkc.ir.work import Kind
 
 TP = (("tp", 2),)
 TP_AND_SHARD = (("dp_shard", 2), ("tp", 2))
@@ -126,11 +128,32 @@ def read_whole(found: Trained, model: nn.Module, optimizer: torch.optim.Optimize
         found.exp_avg_sq[names[index]] = whole(moments["exp_avg_sq"])
 
 
-def train_all(works: Sequence[Parallel]) -> list[DoneParallel]:
-    return [train(work) for work in works]
+RECEIVED = {
+    "_c10d_functional::all_reduce": lambda nbytes, size: 2 * (size - 1) * nbytes // size,
+    "_c10d_functional::all_gather_into_tensor": lambda nbytes, size: (size - 1) * nbytes,
+    "_c10d_functional::reduce_scatter_tensor": lambda nbytes, size: (size - 1) * nbytes // size,
+}
+"""By collective: bytes that a rank receives by one of a tensor of so many, by the ring algorithms."""
 
 
-def refusals(mesh: Any = None) -> dict[str, str]:
+def exchanged_by_model(work: Parallel) -> tuple[int, int]:
+    """Bytes that this rank receives by the model's collectives in one iteration: by the plan, and as counted."""
+    model, batch = compiled(work, ROOMY), PARALLEL_CASES[work.name].batches()[0]
+    optimizer = work.recipe.ours(model.parameters())
+    for _ in range(2):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size, counted = dict(work.mesh)["tp"], 0
+    for event in profile.events() or ():
+        if event.name in RECEIVED:
+            counted += RECEIVED[event.name](4 * prod(event.input_shapes[0]), size)
+    segments = chunkc.plan_of(model).segments
+    return sum(w.nbytes for s in segments for w in s.work if w.kind is Kind.LINK), counted
+
+
+def refusals() -> dict[str, str]:
     """The errors of what tensor parallelism does not serve, by what was called."""
     model = compiled(Parallel("llama"), ROOMY)
     found = {}
