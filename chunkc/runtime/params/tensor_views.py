@@ -90,6 +90,9 @@ def views_of(model: nn.Module, mesh: RankMesh) -> TensorViews:
     for param, shard in shards.items():
         shard.check(names[param], mesh)
     recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and any(map(is_dtensor, m.parameters()))]
+    buffers = [name for name, buffer in model.named_buffers() if is_dtensor(buffer)]
+    if buffers:
+        raise ChunkcError(f"buffers that are DTensors are not supported: {', '.join(buffers[:5])}")
     if recurrent:
         raise ChunkcError(f"{type(recurrent[0]).__name__} keeps its weights in a list, which cannot hold DTensors")
     return TensorViews(model, shards)
