@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from accumulating import large, micro_batches, train_large
+import torch.distributed.checkpoint
+from accumulating import large, micro_batches, train_large, train_plain_16_in_parts
+from equalities import ERROR_RATIO
 from job import Pool
 from parallel_models import PARALLEL_CASES
 from rank_tensor import (
@@ -17,10 +20,11 @@ from rank_tensor import (
     exchanged_by_model,
     refusals,
     reload,
+    save_by_torch,
     train,
 )
 from rank_training import together
-from training import Trained, assert_same_semantics, train_measured
+from training import Trained, assert_same_semantics, largest_error, train_measured
 
 pytestmark = pytest.mark.distributed
 NAMES = ("llama", "llama_sequence", "gpt")
@@ -72,6 +76,19 @@ def test_clipping_takes_the_norm_of_whole_tensors(two_ranks: Pool) -> None:
         assert_same_semantics(done.trained, wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_16_bits(name: str, two_ranks: Pool) -> None:
+    """Acceptance (c): as near to fp32 as plain PyTorch in bfloat16 is."""
+    work, case = Parallel(name, hw=None, dtype=torch.bfloat16), PARALLEL_CASES[name]
+    exact, plain = train_large(case, work.recipe, 1), train_plain_16_in_parts(case, work.recipe, 1)
+    for done in two_ranks.run(train, work):
+        for kind in ("gradients", "params"):
+            wanted = getattr(exact, kind)
+            allowed = ERROR_RATIO * largest_error(getattr(plain, kind), wanted)
+            assert 0 < largest_error(getattr(done.trained, kind), wanted) <= allowed, kind
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_knows_what_the_model_exchanges(name: str, two_ranks: Pool) -> None:
     """Bytes along tp, counted by torch's profiler from what is handed to each collective."""
@@ -92,6 +109,14 @@ def test_micro_batches(two_ranks: Pool) -> None:
 def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
     for found in two_ranks.run(reload):
         assert found == dict.fromkeys(("losses", "values", "dtensors", "keys"), True)
+
+
+def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
+    """By torch.distributed.checkpoint, which has whole tensors of any mesh under the model's own names."""
+    values = two_ranks.run(save_by_torch, str(tmp_path))[0]
+    state = PARALLEL_CASES["llama"].build().state_dict()
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state.keys() == values.keys() and all(torch.equal(state[name], values[name]) for name in state)
 
 
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:

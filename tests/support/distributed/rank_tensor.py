@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 from accumulating import micro_batches
 from models import Batch, loss_of
 from parallel_models import PARALLEL_CASES, parallelise
@@ -224,3 +225,14 @@ def reload() -> dict[str, bool]:
         "dtensors": hasattr(state["output.weight"], "full_tensor"),
         "keys": list(state) == list(PARALLEL_CASES["llama"].build().state_dict()),
     }
+
+
+def save_by_torch(path: str) -> dict[str, torch.Tensor]:
+    """Train a step, save the state dict by torch.distributed.checkpoint, and return whole values of it."""
+    model = compiled(Parallel("llama"), ROOMY)
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-2)
+    model(**PARALLEL_CASES["llama"].batches()[0]).backward()
+    optimizer.step()
+    state = model.state_dict()
+    torch.distributed.checkpoint.save(state, checkpoint_id=path)
+    return {name: whole(value) for name, value in state.items()}
