@@ -156,12 +156,12 @@ def exchanged_by_model(work: Parallel) -> tuple[int, int]:
 
 def refusals() -> dict[str, str]:
     """The errors of what tensor parallelism does not serve, by what was called."""
-    model = compiled(Parallel("llama"), ROOMY)
-    found = {}
+    model, found = compiled(Parallel("llama"), ROOMY), {}
+    optimizer = chunkc.AdamW(model.parameters())
     loss = model(**PARALLEL_CASES["llama"].batches()[0])
     loss.backward()
     calls = {
-        "save_checkpoint": lambda: chunkc.save_checkpoint("/nowhere", model),
+        "save_checkpoint": lambda: chunkc.save_checkpoint("/nowhere", model, optimizer),
         "save_safetensors": lambda: chunkc.save_safetensors(model, "/nowhere"),
         "load_pretrained": lambda: chunkc.load_pretrained(model, "/nowhere"),
         "full_params": lambda: chunkc.full_params(model).__enter__(),
