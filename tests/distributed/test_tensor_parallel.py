@@ -28,6 +28,7 @@ from training import Trained, assert_same_semantics, largest_error, train_measur
 
 pytestmark = pytest.mark.distributed
 NAMES = ("llama", "llama_sequence", "gpt")
+QUICK_NAMES = [pytest.param("llama", marks=pytest.mark.slow), "llama_sequence", "gpt"]
 
 
 def check(found: list[DoneParallel], work: Parallel, num_data: int) -> None:
@@ -58,7 +59,7 @@ def train_clipped(work: Parallel, num_data: int) -> tuple[Trained, list[float]]:
     return train_measured(model, batches, optimizer, work.recipe), norms
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUICK_NAMES)
 def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> None:
     """On the smallest machine that works, so that chunks move."""
     work = Parallel(name, hw=None)
@@ -89,18 +90,20 @@ def test_16_bits(name: str, two_ranks: Pool) -> None:
             assert 0 < largest_error(getattr(done.trained, kind), wanted) <= allowed, kind
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*QUICK_NAMES[:2], pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_plan_knows_what_the_model_exchanges(name: str, two_ranks: Pool) -> None:
     """Bytes along tp, counted by torch's profiler from what is handed to each collective."""
     for planned_nbytes, counted_nbytes in two_ranks.run(exchanged_by_model, Parallel(name)):
         assert planned_nbytes == counted_nbytes > 0
 
 
+@pytest.mark.slow
 def test_inductor(two_ranks: Pool) -> None:
     work = Parallel("llama_sequence", backend="inductor")
     check(two_ranks.run(train, work), work, 1)
 
 
+@pytest.mark.slow
 def test_micro_batches(two_ranks: Pool) -> None:
     work = Parallel("gpt", accumulate=2)
     check(two_ranks.run(train, work), work, 1)
