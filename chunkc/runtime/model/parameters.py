@@ -172,7 +172,7 @@ class Parameters:
         return self.shards[index].whole(value) if index in self.shards else value
 
     def part(self, index: int, value: Any) -> Any:
-        """What this rank has of ``value``, a DTensor or a whole tensor of a parameter that is a part."""
+        """This rank's part of ``value``, a DTensor or whole tensor, where the parameter is a part."""
         if index not in self.shards or not isinstance(value, torch.Tensor):
             return value
         return self.shards[index].part(value)
