@@ -59,16 +59,19 @@ def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequ
     return own[0]
 
 
-def new_mesh(backend: str, timeout: timedelta, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh:
+def new_mesh(
+    backend: str, timeout: timedelta, device: torch.device, shape: Mapping[str, int], ranks: Sequence[int] = ()
+) -> DeviceMesh:
     """Lay the job's ranks out by ``shape``, the sizes of named dimensions, with new groups along each.
 
-    Every rank calls this at the same time. Ranks that follow each other differ along the last dimension.
-    ``init_device_mesh`` takes neither a timeout nor the device that NCCL binds, and shares the job's own group.
+    Every rank calls this at the same time. ``ranks``, in their order if none are given: those that follow each other
+    differ along the last dimension. ``init_device_mesh`` takes neither a timeout nor the device that NCCL binds, and
+    shares the job's own group.
     """
-    ranks = torch.arange(job_size(), device="cpu").view(*shape.values())
-    lines = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(shape.values())]
+    laid_out = torch.tensor(list(ranks) or range(job_size()), device="cpu").view(*shape.values())
+    lines = [laid_out.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(shape.values())]
     groups = [new_group(backend, timeout, device, of_dim) for of_dim in lines]
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(shape))
+    return DeviceMesh.from_group(groups, device.type, laid_out, mesh_dim_names=tuple(shape))
 
 
 def end_group(group: Group) -> None:

@@ -9,9 +9,10 @@ import torch
 from chunkc._torch_compat import distributed as dist
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
+from chunkc.distributed.mesh import RankMesh, rank_mesh
 from chunkc.distributed.process_group import JobRanks, Ranks
-from chunkc.errors import RankError
-from chunkc.hardware import present_gpu
+from chunkc.errors import ChunkcError, RankError
+from chunkc.hardware import Hardware, present_gpu
 
 
 def join() -> None:
@@ -41,8 +42,20 @@ def is_first_rank() -> bool:
     return dist.job_rank() == 0 if dist.is_in_job() else os.environ.get("RANK", "0") == "0"
 
 
-def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
-    """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
+def lay_out(mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str) -> RankMesh:
+    """The job's ranks on ``machine`` by ``mesh``, or, where it is None, as ``shard`` divides model data.
+
+    Raises ChunkcError for a mesh that is not of just these ranks, or that ``shard`` contradicts.
+    """
+    num_sharing, num_replicas = machine.job_sharding(shard)
+    default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
+    if mesh is not None and shard != "all":
+        raise ChunkcError(f"shard={shard!r} beside mesh=: name the dimensions dp_replicate and dp_shard of the mesh")
+    return rank_mesh(mesh, len(default.ranks), default)
+
+
+def make_ranks(device: torch.device, mesh: RankMesh, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
+    """Make the ranks of a model on ``device``, laid out by ``mesh``.
 
     All ranks make theirs at the same time, in the same order of models; RankError when some do not. ``allocate``:
     uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
@@ -52,9 +65,9 @@ def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, a
     rank, size, store = dist.job_rank(), dist.job_size(), dist.job_store()
     number = int(store.add(f"chunkc/models/{rank}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = JobRanks(rank, size, dist.job_timeout(), store, number)
-    shared = f"model data is divided over {num_sharing} ranks of {size}, gradients are added up "
+    ranks = JobRanks(rank, mesh, dist.job_timeout(), store, number)
+    shared = f"model data is divided over {mesh.num_sharing} ranks of {size}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
-    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
-    ranks.connect(backend, device, num_sharing, allocate, adds_in_float32=adds_in_float32)
+    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared, f"mesh {mesh}"])
+    ranks.connect(backend, device, allocate, adds_in_float32=adds_in_float32)
     return ranks
