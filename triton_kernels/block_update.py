@@ -38,8 +38,8 @@ NUM_CODES: Final = 256
 BLOCK_FORMULAS: Final[Mapping[str, Any]] = MappingProxyType({"adam_8bit": FORMULAS["adam"][0]})
 """By the names of rules with two quantised states, of which the first is signed."""
 
-MAX_REGISTERS: Final = 128
-"""To a thread: room for four blocks of 128 threads on a multiprocessor; the two encodings need more than an update."""
+MAX_REGISTERS: Final = 168
+"""To a thread: room for three programs of 128 threads on a multiprocessor; 128 registers spill by Triton 3.6."""
 
 _NUM_COLUMNS = tl.constexpr(ROW_COLUMNS)
 _BLOCK_NUMEL = tl.constexpr(BLOCK_NUMEL)

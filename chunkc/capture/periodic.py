@@ -94,7 +94,10 @@ def _rows(
 
 
 def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
-    """Find where ``b[j:]`` has a block more than ``a[i:]``; None where no blocks make the difference."""
+    """Find where ``b[j:]`` has a block more than ``a[i:]``; None where no blocks make the difference.
+
+    Two blocks at one place would be one block, of rows that look alike, so a longer one is looked for.
+    """
     same = next((k for k, (x, y) in enumerate(zip(a[i:], b[j:], strict=False)) if x != y), min(len(a) - i, len(b) - j))
     i, j = i + same, j + same
     if len(b) - j == len(a) - i:
@@ -103,7 +106,7 @@ def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[
         block = b[j : j + period]
         if j >= _NUM_OUTER * period and all(b[j - m * period :][:period] == block for m in range(1, _NUM_OUTER + 1)):
             rest = _insertions(a, b, i, j + period)
-            if rest is not None:
+            if rest is not None and not (rest and rest[0][0] == i):
                 return [(i, j, period), *rest]
     return None
 
