@@ -11,6 +11,7 @@ from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.mesh import RankMesh, rank_mesh
 from chunkc.distributed.process_group import JobRanks, Ranks
+from chunkc.distributed.stages import StageLine
 from chunkc.errors import ChunkcError, RankError
 from chunkc.hardware import Hardware, present_gpu
 
@@ -51,23 +52,39 @@ def lay_out(mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str) -
     default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
     if mesh is not None and shard != "all":
         raise ChunkcError(f"shard={shard!r} beside mesh=: name the dimensions dp_replicate and dp_shard of the mesh")
-    return rank_mesh(mesh, len(default.ranks), default)
+    return rank_mesh(mesh, len(default.ranks), default, dist.job_rank() if dist.is_in_job() else 0)
 
 
 def make_ranks(device: torch.device, mesh: RankMesh, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
-    """Make the ranks of a model on ``device``, laid out by ``mesh``.
+    """Make the ranks of a model on ``device``: those of this rank's stage of ``mesh``.
 
-    All ranks make theirs at the same time, in the same order of models; RankError when some do not. ``allocate``:
-    uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
+    All ranks of the job make theirs at the same time, in the same order of models; RankError when some do not.
+    ``allocate``: uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
     """
     if not dist.is_in_job() or dist.job_size() == 1:
         return Ranks()
     rank, size, store = dist.job_rank(), dist.job_size(), dist.job_store()
     number = int(store.add(f"chunkc/models/{rank}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = JobRanks(rank, mesh, dist.job_timeout(), store, number)
+    of_job = mesh if mesh.num_stages == 1 else RankMesh.of_data(size, size)
+    ranks = JobRanks(rank, of_job, dist.job_timeout(), store, number)
     shared = f"model data is divided over {mesh.num_sharing} ranks of {size}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
     ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared, f"mesh {mesh}"])
-    ranks.connect(backend, device, allocate, adds_in_float32=adds_in_float32)
+    found: Ranks = ranks
+    if mesh.num_stages > 1:
+        line = StageLine(mesh, rank, backend, device, store, dist.job_timeout())
+        found = _of_stage(mesh, rank, number, ranks, line)
+    if isinstance(found, JobRanks):
+        found.connect(backend, device, allocate, adds_in_float32=adds_in_float32)
+    return found
+
+
+def _of_stage(mesh: RankMesh, rank: int, number: int, of_job: Ranks, line: StageLine) -> Ranks:
+    """The ranks of the stage of ``rank``, one of those ``of_job``."""
+    ranks = Ranks()
+    if len(mesh.ranks) > 1:
+        name = f"{number}/stage {mesh.stages.index(mesh.ranks)}"
+        ranks = JobRanks(rank, mesh, dist.job_timeout(), dist.job_store(), name)
+    ranks.all_stages, ranks.line = of_job, line
     return ranks

@@ -25,32 +25,50 @@ from chunkc._torch_compat.collectives import is_dtensor
 from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.errors import ChunkcError
 
+PP: Final = "pp"
 DP_REPLICATE: Final = "dp_replicate"
 DP_SHARD: Final = "dp_shard"
 TP: Final = "tp"
 SUPPORTED: Final = (DP_REPLICATE, DP_SHARD, TP)
-"""Dimensions that ranks may have, those along which neighbours differ last."""
+"""Dimensions that the ranks of a stage may have, those along which neighbours differ last; a pipeline has `PP`, too."""
 
-_PLANNED: Final = ("pp", "cp")
+_PLANNED: Final = ("cp",)
+_ALL: Final = (PP, *SUPPORTED)
 _EXAMPLE: Final = 'torch.distributed.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp_shard", "tp"))'
 
 
 @dataclass(frozen=True, slots=True)
 class RankMesh:
-    """The ranks of a job by their places along `SUPPORTED`, each of one rank or more.
+    """The ranks of one stage by their places along `SUPPORTED`, each of one rank or more.
 
-    ``ranks`` in the order of their places; those of a column, and of each line along a dimension, ascend.
+    ``ranks`` in the order of their places; those of a column, and of each line along a dimension, ascend. ``stages``:
+    those of all stages of the job, where there are several. ``name`` tells pipelines of one job apart.
     """
 
     num_replicas: int
     num_sharing: int
     num_tensor: int
     ranks: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            object.__setattr__(self, "stages", (self.ranks,))
 
     @staticmethod
     def of_data(num_ranks: int, num_sharing: int) -> RankMesh:
         """``num_ranks`` that each take a batch, of which every ``num_sharing`` neighbours divide chunks."""
         return RankMesh(num_ranks // num_sharing, num_sharing, 1, tuple(range(num_ranks)))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def stage_lines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks with the same place in all stages, first stages first."""
+        return tuple(zip(*self.stages, strict=True))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -72,11 +90,12 @@ class RankMesh:
         return divmod(self.ranks.index(rank), self.num_tensor)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in zip(SUPPORTED, self.shape, strict=True) if size > 1)
+        sizes = zip(_ALL, (self.num_stages, *self.shape), strict=True)
+        return ",".join(f"{name}={size}" for name, size in sizes if size > 1)
 
 
-def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh) -> RankMesh:
-    """The ranks of a job as ``mesh`` lays them out, or as ``default`` does where it is None.
+def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh, rank: int = 0) -> RankMesh:
+    """The ranks of the stage of ``rank`` as ``mesh`` lays the job's out, or ``default`` where it is None.
 
     A text names sizes of dimensions, as in ``"dp_shard=2,tp=4"``, in any order; ``dp_shard`` may be left out.
 
@@ -88,11 +107,13 @@ def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh) 
     if isinstance(mesh, str):
         sizes = _sizes_of_text(mesh, num_ranks)
         ranks: Any = range(num_ranks)
+        name = f"mesh {mesh}"
     elif isinstance(mesh, DeviceMesh):
         if mesh.mesh_dim_names is None:
             raise ChunkcError(f"the mesh has dimensions without names: make it by {_EXAMPLE}")
         sizes = dict(zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True))
         ranks = mesh.mesh.flatten().tolist()
+        name = str(mesh.get_group(PP).group_name) if PP in sizes else ""
     else:
         raise ChunkcError(f"mesh={mesh!r}: give a DeviceMesh, a text such as 'dp_shard=2,tp=4', or None")
     _check_names(sizes)
@@ -103,7 +124,11 @@ def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh) 
         )
     dims = [(name, size) for name, size in sizes.items() if size > 1]
     num_replicas, num_sharing, num_tensor = (sizes.get(name, 1) for name in SUPPORTED)
-    laid_out = RankMesh(num_replicas, num_sharing, num_tensor, _transposed(tuple(ranks), dims))
+    in_order = _transposed(tuple(ranks), dims)
+    size = len(in_order) // sizes.get(PP, 1)
+    stages = tuple(in_order[start : start + size] for start in range(0, len(in_order), size))
+    own = next(stage for stage in stages if rank in stage)
+    laid_out = RankMesh(num_replicas, num_sharing, num_tensor, own, stages, name if len(stages) > 1 else "")
     _check_order(laid_out, sizes)
     return laid_out
 
@@ -128,16 +153,19 @@ def _sizes_of_text(text: str, num_ranks: int) -> dict[str, int]:
         given[DP_SHARD] = num_ranks // prod(given.values())
     if prod(given.values()) != num_ranks:
         raise ChunkcError(f"mesh={text!r} has {prod(given.values())} ranks, and the job has {num_ranks}")
-    return {name: given.get(name, 1) for name in SUPPORTED}
+    return {name: given.get(name, 1) for name in _ALL}
 
 
 def _check_names(sizes: Mapping[str, int]) -> None:
-    unknown = [name for name, size in sizes.items() if name not in SUPPORTED and (size > 1 or name not in _PLANNED)]
+    unknown = [name for name, size in sizes.items() if name not in _ALL and (size > 1 or name not in _PLANNED)]
     if unknown:
         raise ChunkcError(
-            f"the mesh has dimensions {', '.join(map(repr, unknown))}; supported are {', '.join(SUPPORTED)}: ranks "
-            "that copy chunks, that divide them, and that compute one forward together (tensor parallelism)"
+            f"the mesh has dimensions {', '.join(map(repr, unknown))}; supported are {', '.join(_ALL)}: stages of a "
+            "pipeline, ranks that copy chunks, that divide them, and that compute one forward together (tensor "
+            "parallelism)"
         )
+    if sizes.get(PP, 1) > 1 and sizes.get(TP, 1) > 1:
+        raise ChunkcError("stages of a pipeline (pp) beside tensor parallelism (tp) are not built yet: leave one away")
 
 
 def _transposed(ranks: tuple[int, ...], dims: Sequence[tuple[str, int]]) -> tuple[int, ...]:
@@ -146,7 +174,7 @@ def _transposed(ranks: tuple[int, ...], dims: Sequence[tuple[str, int]]) -> tupl
     for name, size in reversed(dims):
         strides[name], stride = stride, stride * size
     offsets = [0]
-    for name in SUPPORTED:
+    for name in _ALL:
         size = dict(dims).get(name, 1)
         offsets = [offset + place * strides.get(name, 0) for offset in offsets for place in range(size)]
     return tuple(ranks[offset] for offset in offsets)

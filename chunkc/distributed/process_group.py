@@ -50,6 +50,7 @@ from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.failure_reports import FailureReports
 from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, SUPPORTED, TP, RankMesh
+from chunkc.distributed.stages import StageLine
 from chunkc.errors import RankError
 
 G = TypeVar("G")
@@ -58,12 +59,16 @@ G = TypeVar("G")
 class Ranks:
     """One rank alone. Methods are collective among several ranks: all call them in the same order.
 
+    In a pipeline these are the ranks of one stage, for which the job is no more than that.
+
     Attributes:
         rank: its place among the ``size`` ranks of its column.
         shard_rank: its place among the ranks that divide the model data of its ``replica``.
         job_rank: its place among the ``job_size`` ranks of the job.
         tensor_rank: its place among the ``tensor_size`` ranks that compute one forward together.
         uncounted: parameters that another of these has just the same, whose gradients norms count there.
+        line: the ranks with this one's place in the other stages; None where there is no pipeline.
+        all_stages: all ranks of the job; None where they are one stage.
     """
 
     rank = 0
@@ -75,6 +80,13 @@ class Ranks:
     tensor_rank = 0
     tensor_size = 1
     uncounted: frozenset[int] = frozenset()
+    line: StageLine | None = None
+    all_stages: Ranks | None = None
+
+    @property
+    def of_job(self) -> Ranks:
+        """The ranks of all stages."""
+        return self.all_stages or self
 
     @property
     def is_first(self) -> bool:
@@ -152,23 +164,29 @@ class Ranks:
 
     def close(self) -> None:
         """Nothing is exchanged any more; idempotent."""
+        if self.line is not None:
+            self.line.close()
+        if self.all_stages is not None:
+            self.all_stages.close()
 
 
 class JobRanks(Ranks):
     """The ranks of a torch.distributed job; ``number`` of this object is the same on all of them.
 
-    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange.
+    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange. ``rank``: this one's
+    of the job, which is in the stage of ``mesh``.
     """
 
-    def __init__(self, job_rank: int, mesh: RankMesh, timeout: timedelta, store: Store, number: int | str) -> None:
-        self.mesh, self.job_rank, self.job_size = mesh, job_rank, len(mesh.ranks)
-        self.rank, self.tensor_rank = mesh.place_of(job_rank)
+    def __init__(self, rank: int, mesh: RankMesh, timeout: timedelta, store: Store, number: int | str) -> None:
+        self.mesh, self._rank_of_all, self.job_size = mesh, rank, len(mesh.ranks)
+        self.job_rank = sorted(mesh.ranks).index(rank)
+        self.rank, self.tensor_rank = mesh.place_of(rank)
         self.size, self.tensor_size = self.job_size // mesh.num_tensor, mesh.num_tensor
         self.replica, self.shard_rank = divmod(self.rank, mesh.num_sharing)
         self._timeout, self._store, self._number = timeout, store, number
-        self._failures = FailureReports(store, f"chunkc/{number}", job_rank, self.job_size, timeout)
+        self._failures = FailureReports(store, f"chunkc/{number}", self.job_rank, self.job_size, timeout)
         self._concurrent: JobRanks | None = None
-        self._agreement: Group | None = new_group("gloo", timeout, torch.device("cpu"), [range(self.job_size)])
+        self._agreement: Group | None = new_group("gloo", timeout, torch.device("cpu"), mesh.stages)
         self._control: Group | None = self._agreement
         self._data_groups: dict[str, DataGroup] = {}
         self._num_agreements = 0
@@ -261,7 +279,7 @@ class JobRanks(Ranks):
         sizes = {dim: size for dim, size in zip(SUPPORTED, self.mesh.shape, strict=True) if size > 1}
         try:
             self._divide_control()
-            mesh = new_mesh(backend, self._timeout, device, sizes, self.mesh.ranks)
+            mesh = new_mesh(backend, self._timeout, device, sizes, self.mesh.stages)
             for dim in sizes:
                 is_direct = backend == "gloo"
                 group = DataGroup(mesh[dim], allocate, is_direct=is_direct, adds_in_float32=adds_in_float32)
@@ -324,11 +342,12 @@ class JobRanks(Ranks):
             group.close()
         if self._concurrent is not None:
             self._concurrent.close()
+        super().close()
 
     def concurrent(self) -> Ranks:
         if self._concurrent is None:
             number = f"{self._number}/concurrent"
-            self._concurrent = JobRanks(self.job_rank, self.mesh, self._timeout, self._store, number)
+            self._concurrent = JobRanks(self._rank_of_all, self.mesh, self._timeout, self._store, number)
             self._concurrent._divide_control()
         return self._concurrent
 

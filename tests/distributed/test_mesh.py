@@ -25,6 +25,14 @@ def test_tensor_ranks_are_neighbours() -> None:
     assert mesh.place_of(5) == (2, 1)
 
 
+def test_stages_have_ranks_of_their_own() -> None:
+    mesh = rank_mesh("pp=2,dp_replicate=2", 8, DATA, rank=6)
+    assert str(mesh) == "pp=2,dp_replicate=2,dp_shard=2" and mesh.num_stages == 2
+    assert mesh.stages == ((0, 1, 2, 3), (4, 5, 6, 7)) and mesh.ranks == mesh.stages[1]
+    assert mesh.stage_lines == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert mesh.columns == (mesh.ranks,) and mesh.place_of(6) == (2, 0)
+
+
 @pytest.mark.parametrize("text", ["tp=4", "tp=4,dp_shard=2", " dp_shard=2, tp=4"])
 def test_dp_shard_takes_what_is_left(text: str) -> None:
     assert rank_mesh(text, 8, DATA).shape == (1, 2, 4)
@@ -33,8 +41,8 @@ def test_dp_shard_takes_what_is_left(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("pp=2,tp=4", "supported are dp_replicate, dp_shard, tp"),
-        ("cp=2", "supported are"),
+        ("pp=2,tp=4", "beside tensor parallelism"),
+        ("cp=2", "supported are pp, dp_replicate, dp_shard, tp"),
         ("data=8", "supported are"),
         ("tp=3", "has 3 ranks, and the job has 8"),
         ("tp=2,dp_shard=2", "has 4 ranks, and the job has 8"),

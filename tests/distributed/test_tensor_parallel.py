@@ -132,7 +132,7 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         "plan": "chunkc.plan is not built for tensor parallelism",
         "no mesh": "hand the whole mesh to chunkc.compile",
         "not parallel": "parallelise it first",
-        "pipeline": "supported are dp_replicate, dp_shard, tp",
+        "pipeline": "hand the whole mesh to chunkc.compile",
         "nodes": "name the dimensions dp_replicate and dp_shard",
     }
     for found in two_ranks.run(refusals):

@@ -201,7 +201,7 @@ def _check_memory(plan: Plan) -> None:
         raise PlanError(f"memory states an arena of {memory.arena_nbytes} bytes, the layout {layout.arena_nbytes}")
     for tier in SLOWER_TIERS:
         needed, budget = memory.needs[tier], memory.budgets[tier]
-        taken = layout.nbytes_in(tier) + (plan.copies_nbytes if tier is Tier.HOST else 0)
+        taken = layout.nbytes_in(tier) + (plan.all_copies_nbytes if tier is Tier.HOST else 0)
         if needed != taken:
             raise PlanError(f"memory states {needed} {tier} bytes, homes and copies take {taken}")
         if needed > budget:
