@@ -134,7 +134,7 @@ class Sampler:
         rows = min(self.scale.together_rows, activities.matmul_sizes(memory, self.scale)[-1])
         return {
             Stream.COMPUTE: activities.matmul(memory, dtype, rows),
-            Stream.CPU: activities.update(self.timer.device, memory, self.scale, Stream.CPU, dtype)[0],
+            Stream.CPU: activities.update(self.timer.device, memory, self.scale, Stream.CPU, dtype, ADAM)[0],
             Stream.D2H: activities.copy(memory, Stream.D2H, nbytes),
             Stream.H2D: activities.copy(memory, Stream.H2D, nbytes),
         }
