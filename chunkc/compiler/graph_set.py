@@ -201,7 +201,7 @@ class GraphSet:
         return graph.counted_nbytes(entry.plan)
 
     def widen(self, entry: GraphEntry) -> Captured:
-        """Plan the iteration of ``entry`` with all tangents, also those beside scalars; BudgetError changes nothing."""
+        """Plan ``entry`` with all tangents, also those beside scalars; BudgetError changes nothing."""
         graph = self.graphs[entry]
         captured = graph.captured
         if captured.general is None:

@@ -63,7 +63,7 @@ class Subject:
         return self.model.num_layers
 
     def num_kept(self, keep: float) -> int | None:
-        """Layers that keep their activations: all, none, or so many that a schedule follows; None where unknown."""
+        """Layers that keep their activations: all, none, or as many as a schedule can have; None: unknown."""
         if self.num_layers is None:
             return None
         found = num_kept(keep, self.num_layers)
@@ -162,7 +162,7 @@ def _of_one_kind(subject: Subject, num_layers: int, keep: float) -> CapturedAhea
 
 
 def _four_mixtures(subject: Subject) -> dict[tuple[int, int], CapturedAhead]:
-    """By the layers that are computed again and those that are kept: captures of ``BASE`` and one more of each."""
+    """Captures of ``BASE`` layers and one more, computed again and kept: by the numbers of both."""
     found = dict[tuple[int, int], CapturedAhead]()
     for depth in (2 * BASE, 2 * BASE + 1, 2 * BASE + 2):
         kept = [n for n in (BASE, BASE + 1) if depth - n in (BASE, BASE + 1)]

@@ -1,4 +1,4 @@
-"""The built-in models, with depths and widths on which PatrickStar and its successors were measured, and one between.
+"""The built-in models, with depths and widths of PatrickStar's and its successors' measurements.
 
 ``gpt-10b`` is GPT-2-like (causal language model, tied embeddings, 50,257 tokens), ``bert-10b`` BERT-like (encoder with
 a pooler that classifies a sequence into two classes, 30,522 tokens). Positions are 1,024. The number in a name is
