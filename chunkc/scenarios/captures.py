@@ -39,7 +39,7 @@ class CapturedAhead:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The subject of a capture: ``model`` in training on ``hw``, of which dtype and compute capability matter.
+    """A capture of ``model`` in training on ``hw``, of which dtype and compute capability matter.
 
     ``batch`` sequences of ``sequence`` tokens; ``dtype``: compute dtype, or ``auto``; ``backend``: what would compile
     the segments.

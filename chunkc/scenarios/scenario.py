@@ -112,7 +112,7 @@ class Scenario:
 
     @property
     def subject(self) -> Subject:
-        """What is captured."""
+        """The subject of its captures."""
         return Subject(self.model, self.batch, self.sequence, self.dtype, self.backend, self.hw)
 
     @property
