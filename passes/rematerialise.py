@@ -127,6 +127,7 @@ def choose_budget(
     rates: CostRates | None,
     *,
     is_cheap: bool = False,
+    forget: Callable[[float], None] = lambda _: None,
     kept: KeptFirst | None = None,
 ) -> BudgetChoice:
     """Choose the activation budget of one iteration.
@@ -136,6 +137,7 @@ def choose_budget(
         plan_with: its plan; it raises `BudgetError` where that does not fit.
         rates: of the machine; None where they are not known.
         is_cheap: whether a schedule of a large graph takes no time to make.
+        forget: is told of budgets that will not be chosen, all but the best so far.
         kept: what settled the choice in earlier runs for the same request; it spares the first plan.
 
     Returns:
@@ -147,7 +149,7 @@ def choose_budget(
         first_schedule = schedule_with(KEEP_ALL)
         known = None if kept is None else kept.find(first_schedule)
         first = known or _price(KEEP_ALL, first_schedule, plan_with, rates)
-    trial = _Trial(schedule_with, plan_with, rates, [first])
+    trial = _Trial(schedule_with, plan_with, rates, forget, [first])
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         if kept is not None and known is None:
             kept.keep(first_schedule, first)
@@ -169,12 +171,17 @@ class _Trial:
     schedule_with: Callable[[float], Schedule]
     plan_with: Callable[[Schedule], Plan]
     rates: CostRates | None
+    forget: Callable[[float], None]
     candidates: list[BudgetCandidate] = field(default_factory=list)
 
     def price(self, budget: float) -> BudgetCandidate:
         with _counted(len(self.candidates) + 1):
             candidate = _price(budget, self.schedule_with(budget), self.plan_with, self.rates)
+        before = self.best()
         self.candidates.append(candidate)
+        best = self.best()
+        for other in {before.budget, budget} - {best.budget}:
+            self.forget(other)
         return candidate
 
     def descend(self) -> None:

@@ -120,7 +120,7 @@ def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
         return plan_of(schedule)
 
     def choose_with(kept: KeptFirst, kept_nbytes: int = CHUNK_NBYTES) -> BudgetChoice:
-        return choose_budget(lambda b: schedule_with(b, kept_nbytes, 1), plan_with, slow, kept)
+        return choose_budget(lambda b: schedule_with(b, kept_nbytes, 1), plan_with, slow, kept=kept)
 
     first, second = choose_with(wanted), choose_with(wanted)
     assert first == second and first.note == second.note and len(made) == 1
@@ -134,7 +134,7 @@ def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
 
 def test_a_choice_among_several_is_made_each_time(tmp_path: Path) -> None:
     kept = KeptFirst(KeptDocuments(tmp_path / "kept"), target(ROOM_NBYTES), PlanOptions(), Path(__file__))
-    choice = choose_budget(lambda b: schedule_with(b, 4 * CHUNK_NBYTES, 1), plan_of, RATES, kept)
+    choice = choose_budget(lambda b: schedule_with(b, 4 * CHUNK_NBYTES, 1), plan_of, RATES, kept=kept)
     assert len(choice.candidates) > 1 and not (tmp_path / "kept").exists()
 
 
@@ -159,3 +159,17 @@ def test_the_choice_is_as_fast_as_the_best_of_a_fine_grid(kept_chunks: int, extr
     chosen_ms = step_ms(choose(kept_chunks * CHUNK_NBYTES, extra_units)[0])
     assert chosen_ms <= 1.01 * min(grid)
     assert chosen_ms <= min(grid[0], grid[-1]) * (1 + MIN_GAIN)
+
+
+def test_only_the_best_budget_so_far_is_kept() -> None:
+    """So that what is chosen is not partitioned again, and no more than two pairs of graphs are alive."""
+    kept = set[float]()
+
+    def made(budget: float) -> Schedule:
+        kept.add(budget)
+        assert len(kept) <= 2
+        return schedule_with(budget, 6 * CHUNK_NBYTES, 1)
+
+    choice = choose_budget(made, plan_of, RATES, forget=kept.discard)
+    assert len(choice.candidates) > 2 and choice.budget < KEEP_ALL
+    assert kept == {choice.budget}
