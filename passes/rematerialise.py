@@ -205,7 +205,7 @@ class _Trial:
             self.halve()
 
     def halve(self) -> None:
-        """Try halves between the best budget and a neighbour (bisection), while there is something to gain.
+        """Try halves between the best budget and a neighbour, while there is something to gain.
 
         More is kept where the step is little more than computation, of which that leaves less. Elsewhere less is, for
         room, where the rest of the step is longer than what is then computed again.

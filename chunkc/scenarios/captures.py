@@ -39,7 +39,7 @@ class CapturedAhead:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A capture of ``model`` in training on ``hw``, of which dtype and compute capability matter.
+    """Subject of a capture: a model in training, on a machine of some dtype and compute capability.
 
     ``batch`` sequences of ``sequence`` tokens; ``dtype``: compute dtype, or ``auto``; ``backend``: what would compile
     the segments.
@@ -63,7 +63,7 @@ class Subject:
         return self.model.num_layers
 
     def num_kept(self, keep: float) -> int | None:
-        """Layers that keep their activations: all, none, or as many as a schedule can have; None: unknown."""
+        """Layers that keep their activations, two of each kind at least; None where their number is unknown."""
         if self.num_layers is None:
             return None
         found = num_kept(keep, self.num_layers)
@@ -162,7 +162,7 @@ def _of_one_kind(subject: Subject, num_layers: int, keep: float) -> CapturedAhea
 
 
 def _four_mixtures(subject: Subject) -> dict[tuple[int, int], CapturedAhead]:
-    """Captures of ``BASE`` layers and one more, computed again and kept: by the numbers of both."""
+    """Captures of ``BASE`` layers and one more, by how many are computed again and kept."""
     found = dict[tuple[int, int], CapturedAhead]()
     for depth in (2 * BASE, 2 * BASE + 1, 2 * BASE + 2):
         kept = [n for n in (BASE, BASE + 1) if depth - n in (BASE, BASE + 1)]

@@ -42,7 +42,7 @@ Tell = Callable[[str], None]
 
 
 class Recompute(StrEnum):
-    """Whether activations are kept for backward, or every layer is computed again, or the first ones are."""
+    """Whether activations are kept, or computed again in all layers or in the first ones."""
 
     AUTO = "auto"
     NONE = "none"
@@ -112,7 +112,7 @@ class Scenario:
 
     @property
     def subject(self) -> Subject:
-        """The subject of its captures."""
+        """Subject of the capture."""
         return Subject(self.model, self.batch, self.sequence, self.dtype, self.backend, self.hw)
 
     @property
