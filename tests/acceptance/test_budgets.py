@@ -111,7 +111,9 @@ def test_sweep_from_smallest_to_resident(name: str, runner_of: GetRunner) -> Non
 
 
 def _resident_nbytes(runner: PlanRunner) -> int:
-    """Least device bytes with which nothing moves, over all chunk sizes."""
+    """Least device bytes with which nothing moves, by the chunk size of a plan with room for all."""
+    runner.reset(Setup(device_nbytes=BIG_NBYTES))
+    options = PlanOptions(os_home="device", activations="keep", chunk_numel=runner.next_plan.layout.chunk_numel)
     with pytest.raises(BudgetError) as caught:
-        runner.reset(Setup(PlanOptions(os_home="device"), device_nbytes=1))
+        runner.reset(Setup(options, device_nbytes=1))
     return caught.value.min_device_nbytes
