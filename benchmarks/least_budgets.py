@@ -1,0 +1,178 @@
+"""Least device budgets of the models in ``least_budget_models.py``, by planning, and one step under each.
+
+A refusal names the least budget. It is searched below that by bisection, to ``PRECISION``: planning must accept it, a
+training step must run under it on the emulated device, and planning must refuse a little less. All options of
+``chunkc.compile`` are its defaults but for the backend, so that the script runs on earlier commits too.
+
+    OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --out after.json
+    PYTHONPATH=<checkout before> ... python benchmarks/least_budgets.py --commit <that commit> --out before.json
+    python benchmarks/least_budgets.py --join before.json after.json --out benchmarks/results/least_budgets-<date>.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from least_budget_models import ALL, LENGTH, Measured
+from provenance import describe
+from tabulate import tabulate
+
+import chunkc
+
+PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+BEGIN, END = "<!-- least budgets -->\n", "<!-- end of least budgets -->\n"
+PRECISION = 0.02
+"""By how much less than the least budget, relative to it, is refused."""
+BY_NAME = {model.name: model for model in ALL}
+Record = dict[str, Any]
+
+
+def machine(nbytes: int) -> chunkc.Hardware:
+    """An emulated device of ``nbytes``."""
+    hw = chunkc.Hardware.parse("emulated-1m-8g")
+    return replace(hw, name=f"emulated-{nbytes}-8g", gpu_memory_nbytes=nbytes)
+
+
+def planned(model: Measured, nbytes: int, backend: str) -> chunkc.Plan | chunkc.BudgetError:
+    """The plan for ``nbytes`` of device memory, from the model on the meta device, or its refusal."""
+    with torch.device("meta"):
+        module = model.build()
+    try:
+        return chunkc.plan(module, machine(nbytes), example_inputs=model.batch(), backend=backend)
+    except chunkc.BudgetError as error:
+        return error
+    finally:
+        gc.collect()
+
+
+def least_nbytes(model: Measured, backend: str) -> int:
+    """The least device budget that is planned, to ``PRECISION`` of it."""
+    refusal = planned(model, 2**20, backend)
+    if not isinstance(refusal, chunkc.BudgetError):
+        raise ValueError(f"{model.name} trains in a MiB")
+    low, high = 2**20, refusal.min_device_nbytes
+    tried = int(high * (1 - PRECISION))
+    while low < int(high * (1 - PRECISION)):
+        if isinstance(planned(model, tried, backend), chunkc.BudgetError):
+            low = tried
+        else:
+            high = tried
+        tried = (low + high) // 2
+    return high
+
+
+def train_a_step(model: Measured, nbytes: int, backend: str) -> Record:
+    """Run one step of AdamW under ``nbytes``; return what was planned and measured."""
+    module = chunkc.compile(model.build(), machine(nbytes), backend=backend, fullgraph=True)
+    optimizer = chunkc.AdamW(module.parameters(), 1e-3)
+    loss = module(**model.batch()).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    stats, plan = chunkc.stats(module), chunkc.plan_of(module)
+    memory = plan.memory
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss of {model.name} is {loss.item()}")
+    return {
+        "loss": loss.item(),
+        "planned_peak_nbytes": stats["planned_peak_nbytes"],
+        "measured_peak_nbytes": stats["measured_peak_nbytes"],
+        "model_data_nbytes": stats["model_data_nbytes"],
+        "arena_nbytes": memory.arena_nbytes,
+        "nonmodel_nbytes": memory.nonmodel_nbytes,
+        "nonmodel_segment": memory.nonmodel_segment,
+        "chunk_numel": plan.layout.chunk_numel,
+        "num_segments": len(plan.segments),
+    }
+
+
+def measure(model: Measured, backend: str, *, runs: bool) -> Record:
+    """Find the least budget of one model, and run a step under it."""
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    least = least_nbytes(model, backend)
+    record = {"model": model.name, "what": model.what, "length": model.length, "backend": backend}
+    record |= {"least_nbytes": least, **(train_a_step(model, least, backend) if runs else {})}
+    gc.collect()
+    seconds = {"elapsed_s": round(time.perf_counter() - started_s, 1), "cpu_s": round(time.process_time() - cpu_s, 1)}
+    return record | seconds
+
+
+def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Record:
+    """Both measurements of each model, with the ratio of their budgets."""
+    earlier = {record["model"]: record for record in before["models"]}
+    rows = [
+        {"model": record["model"], "what": record["what"], "length": record["length"],
+         "ratio": record["least_nbytes"] / earlier[record["model"]]["least_nbytes"],
+         "before": earlier[record["model"]], "after": record}
+        for record in after["models"]
+    ]  # fmt: skip
+    short = [row["ratio"] for row in rows if row["length"] == LENGTH]
+    return {
+        "median_ratio": statistics.median(short),
+        "largest_ratio": max(row["ratio"] for row in rows),
+        "models": rows,
+        "before": {k: v for k, v in before.items() if k != "models"},
+        "after": {k: v for k, v in after.items() if k != "models"},
+    }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The rows as Markdown, in MiB."""
+
+    def mib(nbytes: int) -> str:
+        return f"{nbytes / 2**20:,.1f}"
+
+    rows = [
+        (
+            row["model"], row["what"], mib(row["before"]["least_nbytes"]), mib(row["after"]["least_nbytes"]),
+            f"{row['ratio']:.2f}", mib(row["after"]["measured_peak_nbytes"]), mib(row["after"]["model_data_nbytes"]),
+        )
+        for row in result["models"]
+    ]  # fmt: skip
+    headers = ("model", "", "before, MiB", "now, MiB", "ratio", "peak of a step, measured", "model data")
+    return tabulate(rows, headers, "pipe", disable_numparse=True, colalign=("left", "left", *("right",) * 5)) + "\n"
+
+
+def write_page(result: Mapping[str, Any]) -> None:
+    """Write the table between its marks."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}{table(result)}{END}{tail}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Measure or compare least device budgets.")
+    parser.add_argument("--only", nargs="+", choices=list(BY_NAME), default=list(BY_NAME), help="these models")
+    parser.add_argument("--backend", default="eager", choices=("eager", "inductor"))
+    parser.add_argument("--plan-only", action="store_true", help="run no step")
+    parser.add_argument("--commit", help="of chunkc, where it is another checkout's")
+    parser.add_argument("--join", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="write the page's table")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    if args.join:
+        before, after = (json.loads(path.read_text()) for path in args.join)
+        result = joined(before, after)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_page(result)
+        print(table(result), f"median {result['median_ratio']:.2f}, largest {result['largest_ratio']:.2f}")
+        return 0
+    result = describe(args.commit) | {"models": []}
+    for name in args.only:
+        result["models"].append(measure(BY_NAME[name], args.backend, runs=not args.plan_only))
+        print(json.dumps(result["models"][-1]), flush=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
