@@ -1,8 +1,9 @@
 """Models of which the least device budget is measured: twelve at 1,024 tokens, and a Llama at 8,192.
 
-They have the layers of the published models, or half of them, and are narrow, so that a step takes seconds on two cores
-and, as in fine-tuning, activations take more memory than any one parameter. Options that are not named are the defaults
-of transformers, dropout among them. Values are random; nothing is downloaded.
+They are narrow, of eight layers, so that a step takes seconds on two cores. GPT-2 and BERT have their true
+vocabularies; that of the others is 1.5 times layers x width, as of Qwen2 7B or Pythia 1B, and of the long one 4 times.
+Options that are not named are the defaults of transformers, dropout among them. Values are random; nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import nn
 from torch.nn import functional as F
 
 Batch = dict[str, torch.Tensor]
-WIDTH, HEADS, LAYERS, LENGTH, LONG, CLASSES, PATCH = 256, 4, 12, 1024, 8192, 10, 16
-VOCABULARY = 8192
+WIDTH, HEADS, LAYERS, LENGTH, LONG, CLASSES, PATCH = 256, 4, 8, 1024, 8192, 10, 16
+VOCABULARY, LARGER_VOCABULARY = 3072, 8192
 BLOCKS = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS}
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 POSITIONS = {"max_position_embeddings": LENGTH}
-LLAMA = {**BLOCKS, **TEXT, "intermediate_size": 704}
+LLAMA = {**BLOCKS, **TEXT, "intermediate_size": 704, "use_cache": False}
 
 
 class Output(NamedTuple):
@@ -54,6 +55,8 @@ class NanoGpt(nn.Module):
         self.h = nn.ModuleList(NanoGptBlock() for _ in range(LAYERS))
         self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight
+        for embedding in (self.wte, self.wpe):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> Output:
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
@@ -103,6 +106,7 @@ class Measured:
         return {"input_ids": tokens, "labels": tokens} if self.family else {"tokens": tokens}
 
 
+PYTHIA = {**BLOCKS, **TEXT, "intermediate_size": 1024, "use_cache": False}
 GPT2 = {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS, "use_cache": False}
 T5 = {"d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 1024, "num_heads": HEADS, "num_layers": LAYERS // 2}
 VIT = {**BLOCKS, "intermediate_size": 1024, "image_size": 512, "patch_size": PATCH, "num_labels": CLASSES}
@@ -116,26 +120,26 @@ ALL: tuple[Measured, ...] = (
     Measured(
         "T5", "T5", "ForConditionalGeneration",
         {**T5, "vocab_size": VOCABULARY, "use_cache": False, "decoder_start_token_id": 0},
-        "dropout 0.1, 6 and 6 layers",
+        "dropout 0.1, 4 and 4 layers",
     ),
     Measured(
         "OPT", "OPT", "ForCausalLM",
         {**BLOCKS, **TEXT, **POSITIONS, "ffn_dim": 1024, "word_embed_proj_dim": WIDTH, "use_cache": False},
         "dropout 0.1",
     ),
-    Measured("Pythia", "GPTNeoX", "ForCausalLM", {**BLOCKS, **TEXT, "intermediate_size": 1024}, "no dropout"),
+    Measured("Pythia", "GPTNeoX", "ForCausalLM", PYTHIA, "no dropout"),
     Measured("Llama", "Llama", "ForCausalLM", LLAMA, "no dropout"),
     Measured("Mistral", "Mistral", "ForCausalLM", {**LLAMA, "num_key_value_heads": 2}, "2 heads of keys, no dropout"),
     Measured("Qwen2", "Qwen2", "ForCausalLM", {**LLAMA, "num_key_value_heads": 2}, "2 heads of keys, no dropout"),
     Measured(
         "Mixtral", "Mixtral", "ForCausalLM",
         {**LLAMA, "num_key_value_heads": 2, "num_hidden_layers": LAYERS // 2, "num_local_experts": 4},
-        "4 experts, 6 layers, no dropout",
+        "4 experts, 4 layers, no dropout",
     ),
     Measured("ViT", "ViT", "ForImageClassification", VIT, "1,025 patches, no dropout"),
     Measured("nanoGPT", "", "", {}, "no dropout"),
     Measured(
         "Llama at 8,192", "Llama", "ForCausalLM",
-        {**LLAMA, "num_hidden_layers": LAYERS, "max_position_embeddings": LONG}, "no dropout", LONG,
+        {**LLAMA, "vocab_size": LARGER_VOCABULARY, "max_position_embeddings": LONG}, "no dropout", LONG,
     ),
 )  # fmt: skip
