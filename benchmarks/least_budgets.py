@@ -55,12 +55,17 @@ def planned(model: Measured, nbytes: int, backend: str) -> chunkc.Plan | chunkc.
         gc.collect()
 
 
-def least_nbytes(model: Measured, backend: str) -> int:
-    """The least device budget that is planned, to ``PRECISION`` of it."""
+def named_nbytes(model: Measured, backend: str) -> int:
+    """The least device budget that a refusal names."""
     refusal = planned(model, 2**20, backend)
     if not isinstance(refusal, chunkc.BudgetError):
         raise ValueError(f"{model.name} trains in a MiB")
-    low, high = 2**20, refusal.min_device_nbytes
+    return refusal.min_device_nbytes
+
+
+def least_nbytes(model: Measured, named: int, backend: str) -> int:
+    """The least device budget that is planned, to ``PRECISION`` of it, if ``named`` bytes are."""
+    low, high = 2**20, named
     tried = int(high * (1 - PRECISION))
     while low < int(high * (1 - PRECISION)):
         if isinstance(planned(model, tried, backend), chunkc.BudgetError):
@@ -96,12 +101,21 @@ def train_a_step(model: Measured, nbytes: int, backend: str) -> Record:
     }
 
 
-def measure(model: Measured, backend: str, *, runs: bool) -> Record:
-    """Find the least budget of one model, and run a step under it."""
+def measure(model: Measured, backend: str, known: Record | None = None, *, is_named_only: bool = False) -> Record:
+    """Find the least budget of one model, and run a step under it.
+
+    Args:
+        known: what was found for the model with ``is_named_only``.
+        is_named_only: whether the budget that a refusal names is taken, and nothing runs.
+    """
     started_s, cpu_s = time.perf_counter(), time.process_time()
-    least = least_nbytes(model, backend)
+    named = named_nbytes(model, backend) if known is None else known["least_nbytes"]
     record = {"model": model.name, "what": model.what, "length": model.length, "backend": backend}
-    record |= {"least_nbytes": least, **(train_a_step(model, least, backend) if runs else {})}
+    if is_named_only:
+        record |= {"least_nbytes": named}
+    else:
+        least = least_nbytes(model, named, backend)
+        record |= {"least_nbytes": least, "named_nbytes": named, **train_a_step(model, least, backend)}
     gc.collect()
     seconds = {"elapsed_s": round(time.perf_counter() - started_s, 1), "cpu_s": round(time.process_time() - cpu_s, 1)}
     return record | seconds
@@ -154,7 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure or compare least device budgets.")
     parser.add_argument("--only", nargs="+", choices=list(BY_NAME), default=list(BY_NAME), help="these models")
     parser.add_argument("--backend", default="eager", choices=("eager", "inductor"))
-    parser.add_argument("--plan-only", action="store_true", help="run no step")
+    parser.add_argument("--named-only", action="store_true", help="take what refusals name, and run no step")
+    parser.add_argument("--named", type=Path, metavar="FILE", help="a result with --named-only, to go on from")
     parser.add_argument("--commit", help="of chunkc, where it is another checkout's")
     parser.add_argument("--join", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="write the page's table")
     parser.add_argument("--out", type=Path, required=True)
@@ -167,9 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table(result), f"median {result['median_ratio']:.2f}, largest {result['largest_ratio']:.2f}")
         return 0
     result = describe(args.commit) | {"models": []}
+    named = json.loads(args.named.read_text())["models"] if args.named else []
+    known = {record["model"]: record for record in named}
     for name in args.only:
-        result["models"].append(measure(BY_NAME[name], args.backend, runs=not args.plan_only))
-        print(json.dumps(result["models"][-1]), flush=True)
+        record = measure(BY_NAME[name], args.backend, known.get(name), is_named_only=args.named_only)
+        result["models"].append(record)
+        print(json.dumps(record), flush=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -50,7 +50,8 @@ def test_the_search_finds_the_least_accepted_budget(
         return error if nbytes < least_mib * MIB else None
 
     monkeypatch.setattr(script, "planned", planned)
-    found = script.least_nbytes(script.ALL[0], "eager")
+    named = script.named_nbytes(script.ALL[0], "eager")
+    found = script.least_nbytes(script.ALL[0], named, "eager")
     assert least_mib * MIB <= found <= least_mib * MIB / (1 - script.PRECISION) + 1
     assert any(found * (1 - script.PRECISION) - 1 <= nbytes < least_mib * MIB for nbytes in tried)
     assert len(tried) == 2 or named_mib > least_mib
