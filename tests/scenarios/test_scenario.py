@@ -62,11 +62,12 @@ def test_layers_are_computed_again_only_where_memory_is_short() -> None:
     assert kept.shortage is not None and again.shortage is not None
     least_kept, least_again = kept.shortage.min_device_nbytes, again.shortage.min_device_nbytes
     assert least_again < least_kept
-    for device_nbytes, expected in ((2 * least_kept, 1.0), (least_again, 0.0)):
-        found = scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=device_nbytes)))
-        assert found.plan is not None and found.scenario is not None
-        assert found.scenario.keep == expected
-        assert found.plan.memory.device_peak_nbytes <= device_nbytes
+    ample = scenarios.answer(long)
+    assert ample.scenario is not None and ample.scenario.recompute is Recompute.NONE
+    found = scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=least_again)))
+    assert found.plan is not None and found.scenario is not None
+    assert found.scenario.keep < 1.0 or found.plan.moves
+    assert found.plan.memory.device_peak_nbytes <= least_again
     assert not scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=least_again - 1))).fits
     assert scenarios.is_captured(replace(long, recompute=Recompute.FULL))
     assert not scenarios.is_captured(replace(long, recompute=Recompute.FULL, batch=1))
