@@ -4,7 +4,8 @@ Candidates come from the model alone (fractions of its size, sizes of layers and
 budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed, without a look-back for gaps
 and with one where that makes fewer chunks, and its residency planned. Of those that pack well, the least bytes moved by
 all ranks together win (all must choose alike), then the least waste, then the fewest chunks. Where states are to be
-streamed, sizes with which two can be under way at once come first.
+streamed, sizes with which two can be under way at once come first. Where none fits, those are tried that leave no room
+in the fullest group of a candidate: a percent of all model data may be what is missing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from chunkc.passes.support.budget import (
     Sizes,
     available_ranges,
     choose_home,
+    chunk_nbytes,
     demand_of,
     least_budgets,
     most_ranges,
@@ -96,6 +98,23 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
     return tuple(sorted(g * GRANULE_NUMEL for g in granules))
 
 
+def tight_numel(layout: Layout) -> int:
+    """Elements of a chunk without what no group uses, but for groups that a larger tensor spans."""
+    spanned = {
+        chunk // layout.world_size
+        for placement in layout.placements
+        for chunk in placement.chunks
+        if placement.chunks[0] // layout.world_size != placement.chunks[-1] // layout.world_size
+    }
+    used_nbytes = [0] * len(layout.groups)
+    for chunk in layout.chunks:
+        group = chunk.index // layout.world_size
+        if group not in spanned:
+            used_nbytes[group] += chunk.used_nbytes
+    element_nbytes = chunk_nbytes(layout) // layout.chunk_numel
+    return -(-max(used_nbytes) // (layout.world_size * element_nbytes)) or layout.chunk_numel
+
+
 def evaluate(
     schedule: Schedule, liveness: Liveness, target: Target, options: PlanOptions, numel: int
 ) -> list[Candidate]:
@@ -164,6 +183,10 @@ def search(draft: Draft) -> list[Candidate]:
     aligned = (aligned_chunk_numel(numel, dtype, options.state_spec) for numel in wanted)
     numels = tuple(dict.fromkeys(aligned))
     tried = [c for numel in numels for c in evaluate(schedule, liveness, target, options, numel)]
+    if options.chunk_numel is None and all(c.moved_nbytes is None for c in tried):
+        tight = (aligned_chunk_numel(tight_numel(c.layout), dtype, options.state_spec) for c in tried)
+        others = dict.fromkeys(numel for numel in tight if numel not in numels)
+        tried += [c for numel in others for c in evaluate(schedule, liveness, target, options, numel)]
     fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
     if not fitting:
         raise _none_fits(draft, tried)

@@ -1,9 +1,10 @@
-"""The built-in models, with depths and widths on which PatrickStar and its successors were measured.
+"""The built-in models, with depths and widths on which PatrickStar and its successors were measured, and one between.
 
 ``gpt-10b`` is GPT-2-like (causal language model, tied embeddings, 50,257 tokens), ``bert-10b`` BERT-like (encoder with
 a pooler that classifies a sequence into two classes, 30,522 tokens). Positions are 1,024. The number in a name is
-nominal. Dropout is off, as in large pre-training: with it the attention of a CPU tensor, which capture traces, is no
-fused one.
+nominal. 33b is the largest that eight GPUs of 32 GiB train beside 240 GiB of host memory: narrower and deeper than its
+neighbours, which leaves more room, since the least arena and gradients under way are as large as single matrices.
+Dropout is off, as in large pre-training: with it the attention of a CPU tensor, which capture traces, is no fused one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ SIZES: Final = (
     Size("18b", 90, 4096),
     Size("20b", 25, 8192),
     Size("30b", 37, 8192),
+    Size("33b", 73, 6144, num_heads=48),
     Size("40b", 50, 8192),
     Size("50b", 62, 8192),
     Size("60b", 75, 8192),
