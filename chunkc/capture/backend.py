@@ -40,6 +40,7 @@ from chunkc.capture.rewrites import PieceSize, rewrite, rewritten_decompositions
 from chunkc.capture.saved_values import source_line
 from chunkc.capture.shared_outputs import return_bases, without_last
 from chunkc.capture.tangents import find_reached, keeps_undefined
+from chunkc.capture.zero_tangents import without_tangents
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
@@ -113,11 +114,13 @@ def capture_graph(
     *,
     choose: BudgetChooser | None = None,
     evaluates: bool = False,
+    trains_scalar: bool = False,
 ) -> tuple[Captured, Callable[..., Any]]:
     """Capture one Dynamo graph; return what was captured, and the code that stands in for the graph.
 
     ``forward`` and ``backward`` are what compiled code calls, not before this function has returned. ``choose`` chooses
     the activation budget; None keeps what the partitioner keeps. ``evaluates``: a graph may have nothing to train.
+    ``trains_scalar``: where it returns scalars, backward takes no tangents of other outputs (`Captured.general` does).
     DataDependentSizeError before anything is traced where data tell sizes inside the graph.
     """
     _refuse_unbacked(module)
@@ -130,7 +133,7 @@ def capture_graph(
         [tensors.index.get(id(e)) for e in examples],
         [i for i, e in enumerate(examples) if id(e) in tensors.casts],
         {i for i, e in enumerate(examples) if id(e) in handed_ids},
-        *(tracing, forward, backward, choose, evaluates, _num_outputs(module)),
+        *(tracing, forward, backward, choose, evaluates, trains_scalar, _num_outputs(module)),
     )
     compile_with_aot = aot_backend(
         fw_compiler=capture.compile_forward,
@@ -169,6 +172,7 @@ class _GraphCapture:
     backward: BoxedCallable
     choose: BudgetChooser | None
     evaluates: bool
+    trains_scalar: bool
     num_outputs: int
     _backward: GraphModule | None = None
     _backward_names: Sequence[str] = ()
@@ -246,7 +250,8 @@ class _GraphCapture:
         """The iteration of partitioned graphs, in place, or of copies at the sizes of the call."""
         reached = self._reached if backward is not None else None
         facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.handed_in)
-        build_one = partial(_build, facts=facts, fuses=self.tracing.fuses, device_type=self.tracing.device_type)
+        options = {"fuses": self.tracing.fuses, "device_type": self.tracing.device_type}
+        build_one = partial(_build, facts=facts, reached=reached, trains_scalar=self.trains_scalar, options=options)
         symbolic = SymbolicIteration.of(forward, backward, build_one)
         return build_one(forward, backward) if symbolic is None else symbolic.at(symbolic.sizes())
 
@@ -310,10 +315,23 @@ def _build(
     backward: GraphModule | None,
     *,
     facts: tuple[Any, ...],
-    fuses: bool,
-    device_type: str | None,
+    reached: Mapping[str, frozenset[int]] | None,
+    trains_scalar: bool,
+    options: Mapping[str, Any],
 ) -> Captured:
-    return build(forward, backward, *facts, fuses=fuses, device_type=device_type)
+    """Build the iteration of both graphs, without tangents beside scalars if it ``trains_scalar``."""
+    without = None
+    if trains_scalar and backward is not None and reached is not None:
+        without = without_tangents(backward, reached)
+    captured = build(forward, without or backward, *facts, **options)
+    if without is None or backward is None:
+        return captured
+    whole = backward
+
+    def general() -> Captured:
+        return build(copied(forward), copied(whole), *facts, **options)
+
+    return replace(captured, general=general)
 
 
 def _num_outputs(module: GraphModule) -> int:

@@ -37,6 +37,7 @@ class Captured:
         concurrent_nbytes: alive all the while, for other graphs of the same call; the schedule counts them too.
         scales: whether the schedule counts copies of the tangents, multiplied by a loss scale.
         symbolic: what it is a copy of, at ``sizes``; None where it was captured for its sizes alone.
+        general: makes the iteration whose backward takes all tangents; None where this one does.
     """
 
     forward: CapturedGraph
@@ -50,6 +51,7 @@ class Captured:
     scales: bool = False
     symbolic: SymbolicIteration | None = None
     sizes: Sizes = ()
+    general: Callable[[], Captured] | None = None
 
     @property
     def graphs(self) -> dict[GraphKind, CapturedGraph]:
@@ -71,7 +73,8 @@ class Captured:
             operators = map(_with_live, graph.operators, found)
             graphs.append(replace(graph, operators=tuple(operators)))
             start += len(found)
-        return replace(self, schedule=replace(self.schedule, forward=graphs[0], backward=graphs[1]))
+        schedule, general = replace(self.schedule, forward=graphs[0], backward=graphs[1]), self.general
+        return replace(self, schedule=schedule, general=general and (lambda: general().one_by_one()))
 
     def is_within(self, other: Captured) -> bool:
         """Whether ``other`` is the same graph at no smaller sizes; as a rule it takes no fewer bytes."""

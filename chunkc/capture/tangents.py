@@ -45,10 +45,19 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Tangents:
-    """All tangents of a captured graph; ``params``: for every output of backward its parameter, or None."""
+    """All tangents of a captured graph; ``params``: for every output of backward its parameter, or None.
+
+    ``left_out``: positions of those that the graph does not read, whatever is given there
+    (`chunkc.capture.zero_tangents`).
+    """
 
     tangents: tuple[Tangent, ...] = ()
     params: tuple[int | None, ...] = ()
+    left_out: tuple[int, ...] = ()
+
+    def has_unread(self, args: Sequence[Any]) -> bool:
+        """Whether ``args`` hold a tangent that the graph does not read."""
+        return any(args[position] is not None for position in self.left_out)
 
     def fill(self, args: list[Any]) -> frozenset[int]:
         """Put zeros for undefined tangents in ``args``; positions of outputs that depend on others, or none."""
@@ -80,13 +89,15 @@ def find_reached(joint: GraphModule, num_forward_outputs: int) -> dict[str, froz
 
 def tangents_of(backward: GraphModule, reached: Mapping[str, frozenset[int]], params: Sequence[int | None]) -> Tangents:
     """The tangents of a backward graph cut from the joint graph of ``reached``; ``params`` of `Tangents`."""
-    tangents = []
+    tangents, left_out = [], []
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         if node.name in reached and isinstance(value, torch.Tensor):
             shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
             tangents.append(Tangent(position, shape, stride, value.dtype, value.device, reached[node.name]))
-    return Tangents(tuple(tangents), tuple(params))
+        elif node.name in reached:
+            left_out.append(position)
+    return Tangents(tuple(tangents), tuple(params), tuple(left_out))
 
 
 def keeps_undefined(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -88,7 +88,9 @@ class CaptureSession:
         entries = SizedEntries(weakly(self._make), weakly(self.graphs.let_go), compiles=compiler.fuses)
         choose = budget_chooser(self.request())
         captured, code = capture_graph(
-            *(module, example_inputs, self.tensors, compiler.tracing, entries.forward, entries.backward), choose=choose
+            *(module, example_inputs, self.tensors, compiler.tracing, entries.forward, entries.backward),
+            choose=choose,
+            trains_scalar=self.graphs.trains_scalar,
         )
         self.shapes.check_room()
         self.log(captured)
@@ -99,7 +101,7 @@ class CaptureSession:
     def _make(self, captured: Captured, family: object, compiles: bool) -> GraphEntry:
         """A new entry of a forward that is one graph, at some sizes."""
         entry = GraphEntry(family)
-        entry.attach(self.runtime, captured, weakly(self.graphs.fit))
+        entry.attach(self.runtime, captured, weakly(self.graphs.fit), widen=weakly(self.graphs.widen))
         recorded = self.recorded(captured, compiles=compiles)
         if self.is_declaring:
             self.graphs.add(entry, recorded)

@@ -72,6 +72,9 @@ class RuntimeReference:
 Fit = Callable[["GraphEntry", Callable[[], int]], int]
 """Lets an entry run beside so many bytes of live forwards; returns how many it may run beside from now on."""
 
+Widen = Callable[["GraphEntry"], Captured]
+"""Plans the iteration of an entry with all tangents, and returns it."""
+
 
 class GraphEntry(RuntimeReference):
     """The functions behind compiled code of one graph pair; ``unplanned`` runs while there is no plan.
@@ -88,6 +91,7 @@ class GraphEntry(RuntimeReference):
         self._graphs: Mapping[GraphKind, CompiledGraph] = {}
         self._held = Held()
         self._fit: Fit | None = None
+        self._widen: Widen | None = None
         self._most_beside_nbytes = self._more_nbytes = 0
         self._params: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
         self._tangents: Tangents | None = None
@@ -98,13 +102,15 @@ class GraphEntry(RuntimeReference):
         captured: Captured,
         fit: Fit,
         unplanned: UnplannedGraph | None = None,
+        widen: Widen | None = None,
     ) -> None:
         """Run the graphs of ``captured`` by ``runtime``, and by ``unplanned`` while there is no plan.
 
-        ``fit`` lets this entry run beside live forwards.
+        ``fit`` lets this entry run beside live forwards; ``widen`` gives it a backward with all tangents.
         """
         self.refer_to(runtime)
         self.unplanned, self._fit, self._most_beside_nbytes = unplanned, fit, 0
+        self._widen = widen
         inputs, params = captured.forward.module.graph.find_nodes(op="placeholder"), captured.forward.params
         positions = tuple(i for i, n in enumerate(inputs) if n.name in params)
         self._params = positions, tuple(params[inputs[i].name] for i in positions)
@@ -170,6 +176,8 @@ class GraphEntry(RuntimeReference):
         """Outputs of the backward graph, None for those that nobody asks for; empties ``args``."""
         runtime, tangents = self.runtime(), self._tangents or Tangents()
         forward = runtime.live.find(self.family, args)
+        if tangents.has_unread(args):
+            tangents = self._take_all_tangents(runtime, forward)
         positions = tangents.fill(args)
         reached = tangents.params_of(positions)
         self._make_fit(runtime, forward)
@@ -178,6 +186,17 @@ class GraphEntry(RuntimeReference):
         else:
             outputs = runtime.backward(self.install(), args, reached, forward)
         return [output if i in positions else None for i, output in enumerate(outputs)]
+
+    def _take_all_tangents(self, runtime: ModelRuntime, forward: LiveForward | None) -> Tangents:
+        """Plan for tangents of all outputs, since one is given that the plan leaves out; BudgetError as of a plan."""
+        if self._widen is None:
+            raise ChunkcError("a gradient of an output is given that backward does not read; please report this")
+        runtime.settle()
+        with without_modes():
+            captured = self._widen(self)
+        self._tangents = captured.tangents
+        with runtime.live.returned(forward, frozenset()):
+            return captured.tangents or Tangents()  # values that are away are others in the new plan: all come back
 
     def _make_fit(self, runtime: ModelRuntime, own: LiveForward | None = None) -> None:
         """Plan for the forwards that are alive but for ``own``, where there are more of them than ever."""

@@ -80,7 +80,8 @@ class RecordedGraph:
 class GraphSet:
     """The graphs of one model by their entries; see the module docstring.
 
-    ``request`` gives the request for a plan made now, ``installed`` is told of every plan.
+    ``request`` gives the request for a plan made now, ``installed`` is told of every plan. ``trains_scalar``: no
+    backward has asked for gradients of an output beside a scalar one.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class GraphSet:
         installed: Callable[[CompiledPlan, GraphEntry], None],
     ) -> None:
         self.graphs: dict[GraphEntry, RecordedGraph] = {}
+        self.trains_scalar = True
         self._runtime, self._request, self._installed = runtime, request, installed
 
     def add(self, entry: GraphEntry, graph: RecordedGraph) -> None:
@@ -186,6 +188,27 @@ class GraphSet:
                     )
                 raise
         return graph.beside_nbytes
+
+    def widen(self, entry: GraphEntry) -> Captured:
+        """Plan the iteration of ``entry`` with all tangents, also those beside scalars; BudgetError changes nothing."""
+        graph = self.graphs[entry]
+        captured = graph.captured
+        if captured.general is None:
+            raise ChunkcError("a backward reads all tangents already and is to read more; please report this")
+        logger.info("a loss uses outputs beside the scalar one: plans count their gradients from now on")
+        graph.captured = captured.general()
+        try:
+            self.plan(entry)
+        except BaseException as error:
+            graph.captured = captured
+            if isinstance(error, BudgetError):
+                error.args = (
+                    f"{error} The loss uses outputs beside the scalar one, whose gradients take as much memory as they "
+                    "do; compute it inside forward, or detach these outputs",
+                )
+            raise
+        self.trains_scalar = False
+        return graph.captured
 
     def _counts_more(self, entry: GraphEntry, plan: Plan, nbytes: int, before_nbytes: int) -> bool:
         """Let ``plan`` count ``nbytes`` of others, for ``before_nbytes``, if there is room beside its arena."""

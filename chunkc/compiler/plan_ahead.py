@@ -148,7 +148,8 @@ def capture_ahead(
     def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
         if gpu is not None:
             trace_for_gpu(module, gpu)
-        raise _CaptureDone(capture_graph(module, graph_inputs, tensors, tracing, choose=choose_budget)[0])
+        captured, _ = capture_graph(module, graph_inputs, tensors, tracing, choose=choose_budget, trains_scalar=True)
+        raise _CaptureDone(replace(captured, general=None))
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         return call_plain(model, args, kwargs)
