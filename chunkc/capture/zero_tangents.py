@@ -63,9 +63,9 @@ def without_tangents(backward: GraphModule, reached: Mapping[str, frozenset[int]
     for node in list(copy.graph.nodes):
         if zeros.isdisjoint(node.all_input_nodes):
             continue
-        left = _term_left(node, zeros)
-        if left is not None:
-            node.replace_all_uses_with(left)
+        term = _term_left(node, zeros)
+        if term is not None:
+            node.replace_all_uses_with(_laid_out_like(node, term))
         elif _is_zero(node, zeros):
             zeros.add(node)
         else:
@@ -82,7 +82,7 @@ def _packet(node: Node) -> Any:
 
 
 def _term_left(node: Node, zeros: set[Node]) -> Node | None:
-    """The other term of a sum with zeros, where it has the sum's shape and dtype."""
+    """The other term of a sum with zeros, where it has the sum's shape and dtype, or can have its strides."""
     if _packet(node) not in _SUMS or len(node.args) != 2:
         return None
     terms = [term for term in node.args if not (isinstance(term, Node) and term in zeros)]
@@ -93,8 +93,18 @@ def _term_left(node: Node, zeros: set[Node]) -> Node | None:
     value, total = terms[0].meta.get("val"), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not isinstance(total, torch.Tensor):
         return None
-    is_same = value.shape == total.shape and value.dtype is total.dtype and value.stride() == total.stride()
-    return terms[0] if is_same else None
+    is_copied = value.stride() == total.stride() or total.is_contiguous()
+    return terms[0] if value.shape == total.shape and value.dtype is total.dtype and is_copied else None
+
+
+def _laid_out_like(total: Node, term: Node) -> Node:
+    """Return ``term``, or a copy with the strides of ``total``, since what reads that may count on them."""
+    if term.meta["val"].stride() == total.meta["val"].stride():
+        return term
+    with total.graph.inserting_before(total):
+        copy = total.graph.call_function(aten.clone.default, (term,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(total.meta)
+    return copy
 
 
 def _is_zero(node: Node, zeros: set[Node]) -> bool:
