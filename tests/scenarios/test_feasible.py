@@ -4,7 +4,8 @@ import pytest
 
 from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.hardware import Hardware
-from chunkc.scenarios.models import built_in
+from chunkc.scenarios.models import Transformer, built_in
+from chunkc.scenarios.models.transformer import Head
 from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 SLOW = pytest.mark.slow
@@ -60,3 +61,23 @@ def test_twenty_to_thirty_three_billion_fit_eight_v100(model: str, batch: int, t
     assert found.plan is not None and found.timeline is not None, found.shortage
     assert any(name.startswith("os") for name, _ in found.plan.program("forward").entry.resident)
     assert found.timeline.patrickstar_tflops is not None and found.timeline.patrickstar_tflops > tflops
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_eight_billion_train_on_32768_tokens_beside_24_gib() -> None:
+    """Layers are computed again, what enters them goes to host memory, and the logits have no gradient."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+    }
+    model = Transformer("llama-3-8b", config, Head.CAUSAL)
+    found = Scenarios().answer(Scenario(model, Hardware.of("rtx4090-128g"), 1, 32768, recompute=Recompute.FULL))
+    assert found.plan is not None, found.shortage
+    assert found.plan.moves and found.plan.memory.device_peak_nbytes <= found.plan.memory.device_budget_nbytes
