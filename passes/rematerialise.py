@@ -79,7 +79,10 @@ def _milliseconds(step_ms: float) -> str:
 
 
 def choose_budget(
-    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates | None
+    schedule_with: Callable[[float], Schedule],
+    plan_with: Callable[[Schedule], Plan],
+    rates: CostRates | None,
+    forget: Callable[[float], None] = lambda _: None,
 ) -> BudgetChoice:
     """Choose the activation budget of one iteration.
 
@@ -87,6 +90,7 @@ def choose_budget(
         schedule_with: the iteration with an activation budget in [0, 1].
         plan_with: its plan; it raises `BudgetError` where that does not fit.
         rates: of the machine; None where they are not known.
+        forget: is told of budgets that will not be chosen, all but the best so far.
 
     Returns:
         The budget whose plan simulates fastest, or, without rates, the largest that fits. Budgets are priced from the
@@ -95,7 +99,7 @@ def choose_budget(
     """
     with _counted(1):
         first = _price(KEEP_ALL, first_schedule := schedule_with(KEEP_ALL), plan_with, rates)
-    trial = _Trial(schedule_with, plan_with, rates, [first])
+    trial = _Trial(schedule_with, plan_with, rates, forget, [first])
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         return BudgetChoice(KEEP_ALL, (first,))
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
@@ -113,12 +117,17 @@ class _Trial:
     schedule_with: Callable[[float], Schedule]
     plan_with: Callable[[Schedule], Plan]
     rates: CostRates | None
+    forget: Callable[[float], None]
     candidates: list[BudgetCandidate] = field(default_factory=list)
 
     def price(self, budget: float) -> BudgetCandidate:
         with _counted(len(self.candidates) + 1):
             candidate = _price(budget, self.schedule_with(budget), self.plan_with, self.rates)
+        before = self.best()
         self.candidates.append(candidate)
+        best = self.best()
+        for other in {before.budget, budget} - {best.budget}:
+            self.forget(other)
         return candidate
 
     def descend(self) -> None:

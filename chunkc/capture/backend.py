@@ -52,7 +52,29 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 _KEEP_ALL = 1.0
 """The activation budget with which the partitioner decides alone."""
 
-BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
+
+@dataclass(slots=True, eq=False, repr=False)
+class BudgetSchedules:
+    """Schedules of one joint graph by activation budget; of large models each pair of graphs takes much memory.
+
+    ``partition`` cuts a copy of the joint graph with a budget, ``build`` makes the iteration of two graphs in place.
+    """
+
+    partition: Callable[[float], tuple[GraphModule, GraphModule]]
+    build: Callable[[GraphModule, GraphModule], Captured]
+    graphs: dict[float, tuple[GraphModule, GraphModule]] = field(default_factory=dict)
+
+    def __call__(self, budget: float) -> Schedule:
+        """Return the schedule with a budget; the graphs behind it stay until it is forgotten."""
+        self.graphs[budget] = self.partition(budget)
+        return self.build(*map(copied, self.graphs[budget])).schedule
+
+    def forget(self, budget: float) -> None:
+        """Let go of the graphs of a budget, which would have to be partitioned again."""
+        self.graphs.pop(budget, None)
+
+
+BudgetChooser = Callable[[BudgetSchedules], tuple[float, str]]
 """From the schedule as a function of the activation budget to the budget to take, and a note on why."""
 
 
@@ -200,10 +222,13 @@ class _GraphCapture:
         if self.tracing.prepare_joint is not None:
             self.tracing.prepare_joint(joint)
         merge_equal(joint)
-        tried: dict[float, tuple[GraphModule, GraphModule]] = {}
-        budget = _KEEP_ALL
+        budget, tried = _KEEP_ALL, dict[float, tuple[GraphModule, GraphModule]]()
         if self.choose is not None and recomputable_layers(joint.graph, self._params_in(joint)):
-            budget, note = self.choose(partial(self._schedule_with, tried, joint, inputs, options))
+            schedules = BudgetSchedules(
+                lambda keep: self._partition(copied(joint), inputs, {**options, "keep": keep}),
+                lambda forward, backward: self._build(forward, backward, options["num_fwd_outputs"]),
+            )
+            (budget, note), tried = self.choose(schedules), schedules.graphs
             self._end_stage("rematerialise", note)
         forward, self._backward = tried.get(budget) or self._partition(joint, inputs, {**options, "keep": budget})
         self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
@@ -227,24 +252,6 @@ class _GraphCapture:
             return []
         inputs = zip(joint.graph.find_nodes(op="placeholder"), self.params, strict=False)
         return [node.name for node, param in inputs if param is None]
-
-    def _schedule_with(
-        self,
-        tried: dict[float, tuple[GraphModule, GraphModule]],
-        joint: GraphModule,
-        inputs: Sequence[Any],
-        options: Mapping[str, Any],
-        budget: float,
-    ) -> Schedule:
-        """The schedule of a copy of ``joint`` partitioned with a budget.
-
-        ``tried`` keeps both graphs of it, and of the budget that keeps all: of large models each takes much memory.
-        """
-        for other in [b for b in tried if b != _KEEP_ALL]:
-            del tried[other]
-        tried[budget] = self._partition(copied(joint), inputs, {**options, "keep": budget})
-        forward, backward = map(copied, tried[budget])
-        return self._build(forward, backward, options["num_fwd_outputs"]).schedule
 
     def _build(self, forward: GraphModule, backward: GraphModule | None, num_user_outputs: int | None) -> Captured:
         """The iteration of partitioned graphs, in place, or of copies at the sizes of the call."""

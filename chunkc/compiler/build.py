@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import Node
 
 from chunkc._torch_compat.inductor import inductor_cache_folder
-from chunkc.capture.backend import BudgetChooser
+from chunkc.capture.backend import BudgetChooser, BudgetSchedules
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
 from chunkc.capture.saved_values import names_of_saved
@@ -216,8 +216,8 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
                 raise
             return _plan(schedule, request.target, request.in_new_layout()).plan
 
-    def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
-        choice = choose_budget(schedule_with, plan_with, request.target.rates)
+    def choose(schedules: BudgetSchedules) -> tuple[float, str]:
+        choice = choose_budget(schedules, plan_with, request.target.rates, schedules.forget)
         return choice.budget, choice.note
 
     return choose

@@ -105,3 +105,17 @@ def test_the_note_has_every_candidate(kept_chunks: int) -> None:
     choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_of, RATES)
     assert choice.note.startswith(f"{choice.budget:g} of the layers keep")
     assert all(f"{c.budget:g}: " in choice.note for c in choice.candidates)
+
+
+def test_only_the_best_budget_so_far_is_kept() -> None:
+    """So that what is chosen is not partitioned again, and no more than two pairs of graphs are alive."""
+    kept = set[float]()
+
+    def made(budget: float) -> Schedule:
+        kept.add(budget)
+        assert len(kept) <= 2
+        return schedule_with(budget, 6 * CHUNK_NBYTES, 1)
+
+    choice = choose_budget(made, plan_of, RATES, kept.discard)
+    assert len(choice.candidates) > 2 and choice.budget < KEEP_ALL
+    assert kept == {choice.budget}
