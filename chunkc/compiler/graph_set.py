@@ -190,7 +190,7 @@ class GraphSet:
         return graph.beside_nbytes
 
     def widen(self, entry: GraphEntry) -> Captured:
-        """Plan the iteration of ``entry`` with all tangents, also those beside scalars; BudgetError changes nothing."""
+        """Plan the iteration of ``entry`` with the tangents of all outputs; BudgetError changes nothing."""
         graph = self.graphs[entry]
         captured = graph.captured
         if captured.general is None:

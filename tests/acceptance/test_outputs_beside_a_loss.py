@@ -1,6 +1,6 @@
-"""Outputs beside a scalar loss: backward counts no gradients of them, and is right all the same where a loss uses them.
+"""Outputs beside a scalar loss: backward counts no gradients of them.
 
-Every element is compared with plain PyTorch.
+It is right all the same where a loss uses them. Every element is compared with plain PyTorch.
 """
 
 from __future__ import annotations
