@@ -57,7 +57,8 @@ _KEEP_ALL = 1.0
 class BudgetSchedules:
     """Schedules of one joint graph by activation budget.
 
-    Of large models each pair of graphs takes much memory. ``partition`` cuts a copy of the joint graph with a budget, ``build`` makes the iteration of two graphs in place.
+    Of large models each pair of graphs takes much memory. ``partition`` cuts a copy of the joint graph with a budget,
+    ``build`` makes the iteration of two graphs in place.
     """
 
     partition: Callable[[float], tuple[GraphModule, GraphModule]]
