@@ -57,9 +57,10 @@ _KEEP_ALL = 1.0
 
 @dataclass(slots=True, eq=False, repr=False)
 class BudgetSchedules:
-    """Schedules of one joint graph by activation budget; each pair of graphs may take much memory.
+    """Schedules of one joint graph by activation budget.
 
-    ``partition`` cuts a copy of the joint graph with a budget, ``build`` makes the iteration of two graphs in place.
+    Of large models each pair of graphs takes much memory. ``partition`` cuts a copy of the joint graph with a budget,
+    ``build`` makes the iteration of two graphs in place.
     """
 
     partition: Callable[[float], tuple[GraphModule, GraphModule]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,14 +80,19 @@ class Captured:
             operators = map(_with_live, graph.operators, found)
             graphs.append(replace(graph, operators=tuple(operators)))
             start += len(found)
-        schedule, general = replace(self.schedule, forward=graphs[0], backward=graphs[1]), self.general
-        return replace(self, schedule=schedule, general=general and (lambda: general().one_by_one()))
+        schedule = replace(self.schedule, forward=graphs[0], backward=graphs[1])
+        general = None if self.general is None else partial(_one_by_one, self.general)
+        return replace(self, schedule=schedule, general=general)
 
     def is_within(self, other: Captured) -> bool:
         """Whether ``other`` is the same graph at no smaller sizes; as a rule it takes no fewer bytes."""
         if self.symbolic is None or self.symbolic is not other.symbolic or self.sizes == other.sizes:
             return False
         return all(size <= largest for size, largest in zip(self.sizes, other.sizes, strict=True))
+
+
+def _one_by_one(make: Callable[[], Captured]) -> Captured:
+    return make().one_by_one()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

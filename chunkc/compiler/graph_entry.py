@@ -191,7 +191,7 @@ class GraphEntry(RuntimeReference):
         return [output if i in positions else None for i, output in enumerate(outputs)]
 
     def _take_all_tangents(self, runtime: ModelRuntime, forward: LiveForward | None) -> Tangents:
-        """Plan for tangents of all outputs, since one is given that the plan leaves out."""
+        """Plan for tangents of all outputs, since one is given that the plan leaves out, or raise BudgetError."""
         if self._widen is None:
             raise ChunkcError("a gradient of an output is given that backward does not read; please report this")
         runtime.settle()

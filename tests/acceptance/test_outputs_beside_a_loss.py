@@ -1,11 +1,12 @@
-"""Outputs beside a scalar loss: backward counts no gradients of them, and is right all the same where a loss uses them.
+"""Outputs beside a scalar loss: backward counts no gradients of them.
 
-Every element is compared with plain PyTorch.
+It is right all the same where a loss uses them. Every element is compared with plain PyTorch.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,9 +47,13 @@ def logits_only(outputs: Any) -> torch.Tensor:
     return outputs[1].exp().mean()  # type: ignore[no-any-return]
 
 
+def loss_on(loss: Loss, step: int, model: nn.Module) -> torch.Tensor:
+    return loss(model(rows(step)))
+
+
 def train(pair: Pair, losses: list[Loss]) -> None:
     for step, loss in enumerate(losses):
-        pair.step_on(lambda model, step=step, loss=loss: loss(model(rows(step))))  # type: ignore[misc]
+        pair.step_on(partial(loss_on, loss, step))
     pair.check()
 
 

@@ -2,8 +2,8 @@
 
 ``gpt-10b`` is GPT-2-like (causal language model, tied embeddings, 50,257 tokens), ``bert-10b`` BERT-like (encoder with
 a pooler that classifies a sequence into two classes, 30,522 tokens). Positions are 1,024. The number in a name is
-nominal. 33b is the largest that eight GPUs of 32 GiB train beside 240 GiB of host memory: narrower and deeper than its
-neighbours, which leaves more room, since the least arena and gradients under way are as large as single matrices.
+nominal. 33b is ours, the largest that eight GPUs of 32 GiB train beside 240 GiB of host memory: narrower and deeper
+than its neighbours, which leaves more room, since the least arena and gradients under way grow with single matrices.
 Dropout is off, as in large pre-training: with it the attention of a CPU tensor, which capture traces, is no fused one.
 """
 

@@ -120,7 +120,7 @@ class PlanRunner:
         self.compiled.evaluator = Evaluator(session)
         captured, entry = self._captures[-1]
         session.graphs = GraphSet(runtime, session.request, session.install)
-        entry.attach(runtime, captured, session.graphs.fit)
+        entry.attach(runtime, captured, session.graphs.fit, widen=session.graphs.widen)
         session.plan(session.recorded(captured, compiles=True), entry)
 
     def train(
