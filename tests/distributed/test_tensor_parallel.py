@@ -111,7 +111,7 @@ def test_micro_batches(two_ranks: Pool) -> None:
 
 def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
     for found in two_ranks.run(reload):
-        assert found == dict.fromkeys(("losses", "values", "dtensors", "keys"), True)
+        assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
 
 
 def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
