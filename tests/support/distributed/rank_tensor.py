@@ -1,6 +1,7 @@
 """Training under tensor parallelism on the ranks of a job, and whole values of what they then have."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -234,6 +235,21 @@ def reload() -> dict[str, bool]:
         "dtensors": hasattr(state["output.weight"], "full_tensor"),
         "keys": list(state) == list(PARALLEL_CASES["llama"].build().state_dict()),
     }
+
+
+def train_for_ever(report: Callable[[str], None], ends: int = -1) -> None:
+    """Train, and report ``warm`` once; then rank ``ends`` ends in the middle of a step."""
+    model = compiled(Parallel("llama_sequence"), ROOMY)
+    optimizer = chunkc.AdamW(model.parameters())
+    for step in range(1_000_000):
+        loss = model(**PARALLEL_CASES["llama_sequence"].batches()[0])
+        if step == 2:
+            report("warm")
+            if torch.distributed.get_rank() == ends:
+                os._exit(3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def save_by_torch(path: str) -> dict[str, torch.Tensor]:
