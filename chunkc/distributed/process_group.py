@@ -32,6 +32,7 @@ from chunkc._torch_compat.distributed import (
     all_gather,
     broadcast,
     end_group,
+    is_exchange_error,
     new_group,
     new_mesh,
     reduce,
@@ -322,11 +323,16 @@ class JobRanks(Ranks):
 
     @contextmanager
     def collective_section(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
+        begun_s = time.monotonic()
         try:
             yield
         except BaseException as error:
             with suppress(Exception):  # what was launched may fail as well, and is not what ended this
                 settle()
+            if self.tensor_size > 1 and is_exchange_error(error):  # of the model's own collectives
+                failure = self._failures.exchange_failed(place, time.monotonic() - begun_s, error)
+                self.close()
+                raise failure from error
             if self._failures.first is None and not isinstance(error, RankError):
                 self._failures.work_failed(place, error)
                 self.close()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint
 from accumulating import large, micro_batches, train_large, train_plain_16_in_parts
 from equalities import ERROR_RATIO
-from job import Pool
+from job import Pool, only_call
 from parallel_models import PARALLEL_CASES
 from rank_tensor import (
     TP_AND_SHARD,
@@ -22,6 +22,7 @@ from rank_tensor import (
     reload,
     save_by_torch,
     train,
+    train_for_ever,
 )
 from rank_training import together
 from training import Trained, assert_same_semantics, largest_error, train_measured
@@ -111,7 +112,7 @@ def test_micro_batches(two_ranks: Pool) -> None:
 
 def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
     for found in two_ranks.run(reload):
-        assert found == dict.fromkeys(("losses", "values", "dtensors", "keys"), True)
+        assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
 
 
 def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
@@ -142,9 +143,26 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
 def test_ranks_of_one_batch_must_draw_the_same_numbers(two_ranks: Pool) -> None:
     for error in two_ranks.run(drop_out_with_seed_of_rank):
         assert "ranks along tp would draw others" in error
-    found = two_ranks.run(train, Parallel("gpt_dropout"))
-    assert_values(found[0].trained, found[1].trained)
-    assert found[0].trained.losses == found[1].trained.losses
+
+
+def test_dropout_is_that_of_one_process(two_ranks: Pool) -> None:
+    """With its seed, where values that are dropped are whole on both ranks."""
+    work = Parallel("gpt_dropout")
+    wanted, norms = train_clipped(work, 1)
+    for done in two_ranks.run(train, work, 0.5):
+        assert_same_semantics(done.trained, wanted)
+        assert done.norms == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_those_that_compute_with_it() -> None:
+    """Also where one of the model's own collectives fails."""
+    with only_call(2, train_for_ever, group_timeout_s=20.0) as job:
+        for rank in range(2):
+            job.wait_for(rank, "warm", 120.0)
+        job.kill(1)
+        survivor = job.ends(35.0)[0]
+    assert survivor.exit_code == 1 and "RankError: rank 0 of 2 stopped in" in survivor.log, survivor.log
 
 
 @pytest.mark.slow

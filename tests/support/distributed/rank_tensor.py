@@ -1,6 +1,7 @@
 """Training under tensor parallelism on the ranks of a job, and whole values of what they then have."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -198,7 +199,10 @@ def drop_out_with_seed_of_rank() -> str:
 
 
 def reload() -> dict[str, bool]:
-    """Load what a run saved: its own state dict, and a plain one of whole tensors; then the values are those."""
+    """Load what a run saved: its own state dict, and a plain one of whole tensors; then the values are those.
+
+    They also evaluate as the plain model does.
+    """
     batches = PARALLEL_CASES["llama"].batches()
     first, second = compiled(Parallel("llama"), ROOMY), compiled(Parallel("llama"), ROOMY)
     optimizer, other_optimizer = (chunkc.AdamW(m.parameters(), lr=1e-2) for m in (first, second))
@@ -219,12 +223,33 @@ def reload() -> dict[str, bool]:
         stepped.zero_grad()
         losses.append(loss.item())
     state, other_state = first.state_dict(), second.state_dict()
+    plain = PARALLEL_CASES["llama"].build()
+    plain.load_state_dict({name: whole(value) for name, value in state.items()})
+    with torch.no_grad():  # the first call gathers parameters, later ones run a program
+        evaluated = [first(**batches[3]).item() for _ in range(3)]
+        wanted = plain(**batches[3]).item()
     return {
+        "evaluated": all(abs(loss - wanted) < 1e-5 * wanted for loss in evaluated),
         "losses": losses[0] == losses[1],
         "values": all(torch.equal(whole(state[name]), whole(other_state[name])) for name in state),
         "dtensors": hasattr(state["output.weight"], "full_tensor"),
         "keys": list(state) == list(PARALLEL_CASES["llama"].build().state_dict()),
     }
+
+
+def train_for_ever(report: Callable[[str], None], ends: int = -1) -> None:
+    """Train, and report ``warm`` once; then rank ``ends`` ends in the middle of a step."""
+    model = compiled(Parallel("llama_sequence"), ROOMY)
+    optimizer = chunkc.AdamW(model.parameters())
+    for step in range(1_000_000):
+        loss = model(**PARALLEL_CASES["llama_sequence"].batches()[0])
+        if step == 2:
+            report("warm")
+            if torch.distributed.get_rank() == ends:
+                os._exit(3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def save_by_torch(path: str) -> dict[str, torch.Tensor]:
