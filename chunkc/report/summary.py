@@ -13,6 +13,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import largest_saved
 from chunkc.ir.tiers import COPIED_TIERS, SLOWER_TIERS, Tier
 from chunkc.report.columns import table, wrapped
+from chunkc.report.frame import LANE_NAMES
 from chunkc.report.units import ESTIMATE_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
 
 
@@ -133,21 +134,22 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     for op, noun in kinds:
         copies = [a for a in actions if a.op is op]
         stream = Stream.H2D if op in (Op.FETCH, Op.LOAD) else Stream.D2H
-        yield f"{op} {noun}", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
+        yield f"{op} {noun}", LANE_NAMES[stream], f"{len(copies):,}", unit.of(_copied(plan, copies))
     for op, stream in ((Op.RELOAD, Stream.H2D), (Op.OFFLOAD, Stream.D2H)) if plan.moves else ():
         copies = [a for a in actions if a.op is op]
-        yield f"{op} saved values", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
+        yield f"{op} saved values", LANE_NAMES[stream], f"{len(copies):,}", unit.of(_copied(plan, copies))
     for stream, (source, destination) in COPIED_TIERS.items():
         copies = [a for a in actions if a.stream is stream]
-        yield f"total {source} to {destination}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
+        total = f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
+        yield f"total {source} to {destination}", LANE_NAMES[stream], *total
     if plan.layout.world_size == 1:
         return
     for op, noun in ((Op.GATHER, "groups"), (Op.REDUCE, "groups")):
         exchanges = [a for a in actions if a.op is op]
-        yield f"{op} {noun}", str(Stream.COMM), f"{len(exchanges):,}", unit.of(_copied(plan, exchanges))
+        yield f"{op} {noun}", LANE_NAMES[Stream.COMM], f"{len(exchanges):,}", unit.of(_copied(plan, exchanges))
     exchanges = [a for a in actions if a.op in (Op.GATHER, Op.REDUCE, Op.SUM)]
     received = unit.of(plan.moved_nbytes(Stream.COMM))
-    yield "total from other ranks", str(Stream.COMM), f"{len(exchanges):,}", received
+    yield "total from other ranks", LANE_NAMES[Stream.COMM], f"{len(exchanges):,}", received
 
 
 def _copied(plan: Plan, actions: Sequence[Action]) -> int:

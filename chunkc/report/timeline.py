@@ -1,4 +1,4 @@
-"""Report of a simulation: the step time, what bounds it, streams, and the compute stream's waits."""
+"""Report of a simulation: the step time, what bounds it, streams by words, and the waits of the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from chunkc.cost.timeline import OVERHEAD, Stall
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
 from chunkc.report.cell import cell
+from chunkc.ir.actions import Stream
 from chunkc.report.columns import table, wrapped
+from chunkc.report.frame import LANE_NAMES
 from chunkc.report.units import percent, plural, printable, unit_for
 
 MAX_STALLS = 8
@@ -111,7 +113,7 @@ def _stream_table(timeline: cost.Timeline) -> tuple[tuple[str, ...], list[tuple[
     unit = unit_for(max((s.nbytes for s in timeline.streams), default=0))
     rows: list[tuple[str, ...]] = [
         (
-            str(s.stream),
+            LANE_NAMES[s.stream],
             f"{s.busy_ms:,.3f}",
             percent(s.busy_ms, timeline.step_ms),
             f"{s.alone_ms:,.3f}",
@@ -127,7 +129,7 @@ def _stream_table(timeline: cost.Timeline) -> tuple[tuple[str, ...], list[tuple[
 
 def _stalls(timeline: cost.Timeline) -> str:
     if not timeline.stalls:
-        return "the compute stream never waits"
+        return "the device never waits"
     total_ms = sum(s.stall_ms for s in timeline.stalls)
     rows = [
         (
@@ -140,7 +142,7 @@ def _stalls(timeline: cost.Timeline) -> str:
     ]
     shown = "" if len(timeline.stalls) <= MAX_STALLS else f"; the {MAX_STALLS} longest"
     heading = (
-        f"the compute stream waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
+        f"the device waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
     )
     return heading + table(("ms", "before", "waits for", "meanwhile, ms"), rows, "rlll")
 
@@ -151,7 +153,13 @@ def _without_stream(action: str) -> str:
 
 
 def _meanwhile(stall: Stall) -> str:
-    return ", ".join(f"{name} {ms:,.3f}" for name, ms in stall.path_ms if ms >= stall.stall_ms / 100)
+    parts = ((_name(name), ms) for name, ms in stall.path_ms if ms >= stall.stall_ms / 100)
+    return ", ".join(f"{name} {ms:,.3f}" for name, ms in parts)
+
+
+def _name(part: str) -> str:
+    """The words for a stream, or `OVERHEAD`, of a path."""
+    return part if part == OVERHEAD else LANE_NAMES[Stream(part)]
 
 
 def duration(elapsed_ms: float) -> str:

@@ -33,7 +33,7 @@ def test_the_summary(plan: Plan) -> None:
     text = plan.summary()
     rows = {line[:20].strip(): line.split() for line in text.splitlines() if line.startswith(("fetch", "total host"))}
     assert "moved per evaluation" in text
-    assert rows["fetch chunks"] == ["fetch", "chunks", "h2d", "4", "256.00"]
+    assert rows["fetch chunks"] == ["fetch", "chunks", "host", "to", "device", "4", "256.00"]
 
 
 def test_the_full_text_parses_back(plan: Plan) -> None:

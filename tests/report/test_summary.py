@@ -88,11 +88,11 @@ def test_chunks_and_utilisation() -> None:
 def test_bytes_per_step_by_stream() -> None:
     found = table(gpt_plan(), "moved per step")
     h2d, d2h = 2 * (64_000 + FROZEN + 2 * LAYERS + 64_000), 2 * (LAYERS + 64_000)
-    assert found["fetch chunks"] == ["h2d", "27", mib(h2d)]
-    assert found["evict chunks"] == ["d2h", "13", mib(d2h)]
-    assert found["load states"] == ["h2d", "0", "0.00"]
-    assert found["total host to device"] == ["h2d", "27", mib(h2d)]
-    assert found["total device to host"] == ["d2h", "13", mib(d2h)]
+    assert found["fetch chunks"] == ["host to device", "27", mib(h2d)]
+    assert found["evict chunks"] == ["device to host", "13", mib(d2h)]
+    assert found["load states"] == ["host to device", "0", "0.00"]
+    assert found["total host to device"] == ["host to device", "27", mib(h2d)]
+    assert found["total device to host"] == ["device to host", "13", mib(d2h)]
 
 
 def with_step(plan: Plan, *lines: str) -> Plan:
@@ -105,8 +105,8 @@ def with_step(plan: Plan, *lines: str) -> Plan:
 def test_streamed_states_are_counted_in_the_step_and_only_there() -> None:
     plan = with_step(gpt_plan(), "load os1 -> d3 @h2d", "store os1 <- d3 @d2h", "load os0 -> d3 @h2d")
     found = table(plan, "moved per step")
-    assert found["load states"] == ["h2d", "2", mib(12 * (LAYERS / 12 + 64_000))]
-    assert found["store states"] == ["d2h", "1", mib(12 * LAYERS / 12)]
+    assert found["load states"] == ["host to device", "2", mib(12 * (LAYERS / 12 + 64_000))]
+    assert found["store states"] == ["device to host", "1", mib(12 * LAYERS / 12)]
     abandon = replace(gpt_plan().programs[4], actions=(parse("evict c0 <- d0 @d2h"),))
     plan = replace(gpt_plan(), programs=(*gpt_plan().programs[:4], abandon))
     assert table(plan, "moved per step")["evict chunks"][1] == "13"

@@ -31,20 +31,21 @@ Toy on round, plan DIGEST: simulated, not measured
   memory      device 1.48 KiB at fwd.0, arena at most 0.50 KiB in use at fwd.1,
               host 3.00 KiB
 
-stream      busy ms    share    alone ms    critical ms    actions    KiB
---------  ---------  -------  ----------  -------------  ---------  -----
-compute      24.000   82.8 %      24.000         24.000         12  11.25
-h2d           4.000   13.8 %       4.000          2.000          4   1.00
-d2h           3.000   10.3 %       3.000          1.000          3   0.75
-cpu           6.000   20.7 %       6.000          2.000          3   2.25
-overhead                                          0.000
+stream            busy ms    share    alone ms    critical ms    actions    KiB
+--------------  ---------  -------  ----------  -------------  ---------  -----
+device             24.000   82.8 %      24.000         24.000         12  11.25
+host to device      4.000   13.8 %       4.000          2.000          4   1.00
+device to host      3.000   10.3 %       3.000          1.000          3   0.75
+host                6.000   20.7 %       6.000          2.000          3   2.25
+overhead                                                0.000
 
-the compute stream waits 5.000 ms of a step in 2 stalls
+the device waits 5.000 ms of a step in 2 stalls
 
    ms  before        waits for          meanwhile, ms
------  ------------  -----------------  --------------------
-4.000  f1 run fwd.0  f0 fetch c0 -> d0  cpu 2.000, d2h 1.000, h2d 1.000
-1.000  f6 run fwd.2  f5 fetch c2 -> d0  h2d 1.000
+-----  ------------  -----------------  ----------------------------------------
+4.000  f1 run fwd.0  f0 fetch c0 -> d0  host 2.000, device to host 1.000, host
+                                        to device 1.000
+1.000  f6 run fwd.2  f5 fetch c2 -> d0  host to device 1.000
 """
 
 
@@ -68,7 +69,7 @@ def test_only_the_longest_stalls_are_shown() -> None:
 
 
 def test_a_plan_that_never_waits_says_so() -> None:
-    assert "the compute stream never waits" in str(timeline_of(with_work(resident().build(), 3)))
+    assert "the device never waits" in str(timeline_of(with_work(resident().build(), 3)))
 
 
 @pytest.fixture
