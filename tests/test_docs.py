@@ -1,6 +1,7 @@
 """The pages in docs/ are right where that can be read off: errors say what they are listed by, links lead somewhere."""
 
 import ast
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -81,6 +82,24 @@ def test_every_page_is_in_the_index() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     names = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
     assert [name for name in names if name != "index.md" and f"({name})" not in text] == []
+
+
+def test_the_status_has_a_mark_in_every_row() -> None:
+    rows = [line for line in (ROOT / "docs" / "status.md").read_text("utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row != "| | |"]
+    assert len(rows) >= 55 and [row for row in rows if row.split(" | ")[1][:1] not in "✓✗"] == []
+
+
+def test_the_first_step_is_as_it_was_measured() -> None:
+    """On the page of questions, in the table of benchmarks, and below it."""
+    page, benchmarks = ((ROOT / "docs" / name).read_text("utf-8") for name in ("faq.md", "benchmarks.md"))
+    [name] = set(re.findall(r"\((\.\./benchmarks/results/first_step-[\d-]+\.json)\)", benchmarks))
+    medians_s = json.loads((ROOT / "docs" / name).read_text("utf-8"))["median_s"]
+    figures = [f"{medians_s[cache]['first_step']:.1f} s" for cache in ("cold", "warm")]
+    assert all(figure in page and figure in benchmarks for figure in figures)
+    assert all(
+        f"{medians_s['cold'][phase]} s" in benchmarks for phase in ("captured", "planned", "compiled", "second_step")
+    )
 
 
 def test_names_of_the_package_in_python_blocks_exist() -> None:

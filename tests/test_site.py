@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import site_links
+from printed_blocks import blocks_of
 
 import chunkc
 
@@ -57,7 +59,10 @@ def test_what_another_server_would_be_asked_for_is_found(tmp_path: Path) -> None
     ]
     for i, text in enumerate(others):
         (tmp_path / f"{i}.html").write_text(text)
-    assert [str(file) for file, _ in site_links.from_elsewhere(tmp_path)] == [f"{i}.html" for i in range(len(others))]
+    (tmp_path / "own.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+    (tmp_path / "x.svg").write_text("<svg><style>@font-face { src: url('https://a.b/f.woff2') }</style></svg>")
+    expected = [*(f"{i}.html" for i in range(len(others))), "x.svg"]
+    assert [str(file) for file, _ in site_links.from_elsewhere(tmp_path)] == expected
 
 
 def test_links_out_of_the_pages_lead_to_what_the_site_shows() -> None:
@@ -76,6 +81,34 @@ def test_links_out_of_the_pages_lead_to_what_the_site_shows() -> None:
     }
     assert site_links.rewritten("| `a\\|b` \\| |\n`a\\|b`\n", "docs/a.md") == "| `a|b` \\| |\n`a\\|b`\n"
     assert site_links.shown("tests/a.py", "x = 1").endswith("# tests/a.py\n\n````````python\nx = 1\n````````\n")
+
+
+def shown_in(picture: Path) -> list[str]:
+    """The lines of text of a terminal's picture."""
+    rows: dict[float, str] = {}
+    for text in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text"):
+        if "-title" not in text.attrib["class"]:
+            y = float(text.attrib["y"])
+            rows[y] = rows.get(y, "") + (text.text or "").replace("\xa0", " ")
+    return [rows[y].rstrip() for y in sorted(rows)]
+
+
+def test_screens_show_what_the_commands_print() -> None:
+    """In both widths and tones; README.md's block is compared with the command's output in its own test."""
+    page = (ROOT / "docs" / "screens.md").read_text(encoding="utf-8")
+    names = {(name, columns) for name in ("plan", "summary", "first_step", "error") for columns in (80, 120)}
+    files = {f"{name}-{columns}-{tone}.svg" for name, columns in names for tone in ("light", "dark")}
+    assert {path.name for path in (ROOT / "docs" / "screens").iterdir()} == files
+    assert {file for file in files if f"screens/{file}" in page} == files
+    lines = {file: shown_in(ROOT / "docs" / "screens" / file) for file in files}
+    for name, columns in names:
+        light, dark = (lines[f"{name}-{columns}-{tone}.svg"] for tone in ("light", "dark"))
+        assert light == dark and light and max(map(len, light)) <= columns
+    [block] = [block for block in blocks_of((ROOT / "README.md").read_text("utf-8")) if block.lines]
+    for columns in (80, 120):
+        command, *printed = lines[f"plan-{columns}-light.svg"]
+        assert command == f"$ {block.command}"
+        assert [line for line in printed if line] == [line for line in block.lines if line]
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:

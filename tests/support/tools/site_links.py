@@ -87,8 +87,8 @@ def shown(path: str, text: str) -> str:
 
 
 def from_elsewhere(folder: Path) -> Iterator[tuple[Path, str]]:
-    """What pages and style sheets below ``folder`` would fetch from another server, with the file."""
+    """What pages, style sheets and pictures below ``folder`` would fetch from another server, with the file."""
     for file in sorted(folder.rglob("*")):
-        if file.suffix in {".html", ".css"}:
+        if file.suffix in {".html", ".css", ".svg"}:
             for found in FROM_ELSEWHERE.finditer(file.read_text(encoding="utf-8")):
                 yield file.relative_to(folder), found[0][:200]
