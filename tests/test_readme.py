@@ -42,7 +42,7 @@ def test_every_block_is_of_a_kind_that_is_checked_here() -> None:
 
 
 def test_it_is_a_screen_and_a_half() -> None:
-    assert len(README.splitlines()) <= 130
+    assert len(README.splitlines()) <= 125
     assert max(len(line) for line in README.splitlines() if not line.startswith(("|", "!", "*"))) <= 130
 
 
@@ -69,8 +69,7 @@ def test_chunkc_commands_print_what_is_shown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks_of(README)
-    assert [block.command for block in found] == commands("chunkc") and len(found) == 3
-    assert [bool(block.lines) for block in found] == [True, False, False]
+    assert [block.command for block in found] == commands("chunkc") and [bool(block.lines) for block in found] == [True]
     for block in found:
         assert cli.main(block.arguments) == 0, block.command
         printed = capsys.readouterr().out.splitlines()
@@ -134,8 +133,7 @@ def test_links_lead_to_files_and_headings() -> None:
             text = README if not path else (ROOT / path).read_text() if path.endswith(".md") else ""
             found = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
             assert not heading or heading in found, link
-    named, defined = re.findall(r"\]\[(\w+)\]", README), re.findall(r"^\[(\w+)\]: https://\S+$", README, re.MULTILINE)
-    assert sorted(set(named)) == sorted(defined) and len(defined) >= 5
+    assert len({link for link in links if link.startswith("https://")}) >= 5
 
 
 def test_measured_figures_are_those_of_the_benchmarks() -> None:

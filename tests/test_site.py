@@ -105,10 +105,8 @@ def test_screens_show_what_the_commands_print() -> None:
         light, dark = (lines[f"{name}-{columns}-{tone}.svg"] for tone in ("light", "dark"))
         assert light == dark and light and max(map(len, light)) <= columns
     [block] = [block for block in blocks_of((ROOT / "README.md").read_text("utf-8")) if block.lines]
-    for columns in (80, 120):
-        command, *printed = lines[f"plan-{columns}-light.svg"]
-        assert command == f"$ {block.command}"
-        assert [line for line in printed if line] == [line for line in block.lines if line]
+    expected = "".join([f"$ {block.command}", *block.lines])
+    assert all("".join(lines[f"plan-{columns}-light.svg"]) == expected for columns in (80, 120))
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:

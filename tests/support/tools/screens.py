@@ -7,7 +7,8 @@
 
     OMP_WAIT_POLICY=passive python tests/support/tools/screens.py
 
-What a terminal shows is read as `terminal.played` does. rich draws it as SVG, which fetches no font.
+What a terminal shows is read as `terminal.played` does; of commands that print a plan it is standard output. rich draws
+SVG, which fetches no font.
 """
 
 import os
@@ -70,14 +71,13 @@ def loop_of_readme() -> str:
     return "\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-") + "\n"
 
 
-def written(command: str, columns: int, folder: Path) -> str:
-    """Everything that ``command`` writes to a terminal, with what moves the cursor."""
+def written(command: str, columns: int, folder: Path, *, errors: bool = True) -> str:
+    """Everything that ``command`` writes to a terminal, with what moves the cursor; ``errors``: its progress too."""
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{columns}"), "TERM": "xterm-256color"}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
     with terminal(columns) as screen:
-        subprocess.run(
-            shlex.split(command), cwd=folder, env=environ, stdout=screen.stream, stderr=screen.stream, check=False
-        )
+        told = screen.stream if errors else subprocess.DEVNULL
+        subprocess.run(shlex.split(command), cwd=folder, env=environ, stdout=screen.stream, stderr=told, check=False)
         return screen.end()
 
 
@@ -114,18 +114,18 @@ def screens(columns: int, folder: Path) -> dict[str, list[str]]:
     (folder / "train.py").write_text(loop_of_readme(), encoding="utf-8")
     found = {}
     for name, command in (("plan", asked), ("summary", summary), ("error", MISSPELT)):
-        lines = played(written(command, columns, folder))
-        found[name] = [f"$ {command}", *(line for line in lines if not line.startswith("saved "))]
+        found[name] = [f"$ {command}", *played(written(command, columns, folder, errors=name == "error"))]
     steps = moments(written("python train.py", columns, folder))
     found["first_step"] = [line for step in steps for line in ("$ python train.py", step, "")]
-    return {name: _trimmed(lines) for name, lines in found.items()}
+    return {name: _shown(lines, columns) for name, lines in found.items()}
 
 
-def _trimmed(lines: Sequence[str]) -> list[str]:
-    kept = list(lines)
-    while kept and not kept[-1]:
-        kept.pop()
-    return kept
+def _shown(lines: Sequence[str], columns: int) -> list[str]:
+    """Lines as a terminal breaks them, without empty ones at the end."""
+    broken = [line[at : at + columns] for line in lines for at in range(0, max(1, len(line)), columns)]
+    while broken and not broken[-1]:
+        broken.pop()
+    return broken
 
 
 def main() -> None:
