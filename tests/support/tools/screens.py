@@ -1,4 +1,4 @@
-"""Pictures of terminals for docs/screens/: commands run in a terminal of 80 and 120 columns, drawn light and dark.
+"""Pictures of terminals for docs/screens/: commands run in a terminal, drawn in 80 and 120 columns, light and dark.
 
     plan         the command of README.md that asks whether a model fits
     summary      the summary of the plan that it saved
@@ -7,8 +7,9 @@
 
     OMP_WAIT_POLICY=passive python tests/support/tools/screens.py
 
-What a terminal shows is read as `terminal.played` does; of commands that print a plan it is standard output. rich draws
-SVG, which fetches no font.
+The terminal has 80 columns. A wider one is sent the same: tables keep to 80, and longer lines are broken by the terminal,
+here by `broken`. What it shows is read as `terminal.played` does; of commands that print a plan it is standard output.
+rich draws SVG, which fetches no font.
 """
 
 import os
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -71,11 +73,11 @@ def loop_of_readme() -> str:
     return "\n".join(line[1:] for line in diff.splitlines() if line[:1] != "-") + "\n"
 
 
-def written(command: str, columns: int, folder: Path, *, errors: bool = True) -> str:
+def written(command: str, folder: Path, *, errors: bool = True) -> str:
     """Everything that ``command`` writes to a terminal, with what moves the cursor; ``errors``: its progress too."""
-    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache-{columns}"), "TERM": "xterm-256color"}
+    environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "TERM": "xterm-256color"}
     environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environ["PATH"]])
-    with terminal(columns) as screen:
+    with terminal(WIDTHS[0]) as screen:
         told = screen.stream if errors else subprocess.DEVNULL
         subprocess.run(shlex.split(command), cwd=folder, env=environ, stdout=screen.stream, stderr=told, check=False)
         return screen.end()
@@ -108,36 +110,36 @@ def picture(lines: Sequence[str], columns: int, theme: TerminalTheme, name: str)
     return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
 
 
-def screens(columns: int, folder: Path) -> dict[str, list[str]]:
+def screens(folder: Path) -> dict[str, list[str]]:
     """Lines of each screen by name, from commands that run in ``folder``."""
     asked, summary = command_of_readme(), f"chunkc explain {PLAN} --summary"
     (folder / "train.py").write_text(loop_of_readme(), encoding="utf-8")
     found = {}
     for name, command in (("plan", asked), ("summary", summary), ("error", MISSPELT)):
-        found[name] = [f"$ {command}", *played(written(command, columns, folder, errors=name == "error"))]
-    steps = moments(written("python train.py", columns, folder))
+        found[name] = [f"$ {command}", *played(written(command, folder, errors=name == "error"))]
+    steps = moments(written("python train.py", folder))
     found["first_step"] = [line for step in steps for line in ("$ python train.py", step, "")]
-    return {name: _shown(lines, columns) for name, lines in found.items()}
+    return found
 
 
-def _shown(lines: Sequence[str], columns: int) -> list[str]:
+def broken(lines: Sequence[str], columns: int) -> list[str]:
     """Lines as a terminal breaks them, without empty ones at the end."""
-    broken = [line[at : at + columns] for line in lines for at in range(0, max(1, len(line)), columns)]
-    while broken and not broken[-1]:
-        broken.pop()
-    return broken
+    parts = [line[at : at + columns] for line in lines for at in range(0, max(1, len(line)), columns)]
+    while parts and not parts[-1]:
+        parts.pop()
+    return parts
 
 
-def main() -> None:
+def draw(found: dict[str, list[str]]) -> None:
+    """Write the pictures of all screens."""
     FOLDER.mkdir(exist_ok=True)
-    for columns in WIDTHS:
-        with tempfile.TemporaryDirectory() as folder:
-            for name, lines in screens(columns, Path(folder)).items():
-                for tone, theme in THEMES.items():
-                    path = FOLDER / f"{name}-{columns}-{tone}.svg"
-                    path.write_text(picture(lines, columns, theme, f"{name}-{tone}"), encoding="utf-8")
-                    print(path.relative_to(ROOT), flush=True)
+    for name, lines in found.items():
+        for columns, (tone, theme) in product(WIDTHS, THEMES.items()):
+            path = FOLDER / f"{name}-{columns}-{tone}.svg"
+            path.write_text(picture(broken(lines, columns), columns, theme, f"{name}-{tone}"), encoding="utf-8")
+            print(path.relative_to(ROOT), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as made:
+        draw(screens(Path(made)))
