@@ -3,11 +3,11 @@
     plan         the command of README.md that asks whether a model fits
     summary      the summary of the plan that it saved
     first_step   README.md's loop, at three moments of its first step
-    error        a machine that is spelled wrong
+    error        a model that nobody knows
 
     OMP_WAIT_POLICY=passive python tests/support/tools/screens.py
 
-The terminal has 80 columns. A wider one is sent the same: tables keep to 80, and longer lines are broken by the terminal,
+The terminal has 80 columns. A wider one is sent the same: tables keep to 80, longer lines are broken by the terminal,
 here by `broken`. What it shows is read as `terminal.played` does; of commands that print a plan it is standard output.
 rich draws SVG, which fetches no font.
 """
@@ -34,7 +34,7 @@ THEMES = {"light": DEFAULT_TERMINAL_THEME, "dark": SVG_EXPORT_THEME}
 PROGRESS = "chunkc: "
 MOMENTS = ("capturing", "planning", "compiling")
 PLAN = "plan.json"
-MISSPELT = "chunkc plan gpt-1b --hw rtx2061-8g-32g"
+UNKNOWN = "chunkc plan gpt-11b --hw rtx2060-8g-32g"
 
 TEMPLATE = """\
 <svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
@@ -115,7 +115,7 @@ def screens(folder: Path) -> dict[str, list[str]]:
     asked, summary = command_of_readme(), f"chunkc explain {PLAN} --summary"
     (folder / "train.py").write_text(loop_of_readme(), encoding="utf-8")
     found = {}
-    for name, command in (("plan", asked), ("summary", summary), ("error", MISSPELT)):
+    for name, command in (("plan", asked), ("summary", summary), ("error", UNKNOWN)):
         found[name] = [f"$ {command}", *played(written(command, folder, errors=name == "error"))]
     steps = moments(written("python train.py", folder))
     found["first_step"] = [line for step in steps for line in ("$ python train.py", step, "")]
