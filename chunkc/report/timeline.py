@@ -1,4 +1,4 @@
-"""Report of a simulation: the step time, what bounds it, streams by words, and the waits of the device."""
+"""Report of a simulation: the step time, what bounds it, streams, and the waits of the device."""
 
 from __future__ import annotations
 
