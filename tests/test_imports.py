@@ -1,4 +1,4 @@
-"""Names of the package import no more than they need, and a type checker sees the user's own class."""
+"""Names of the package import what they need, and never torch's compiler; type checkers see a class."""
 
 import importlib
 import json
@@ -13,7 +13,8 @@ import chunkc
 ROOT = Path(__file__).parent.parent
 FOR_TYPE_CHECKERS = importlib.import_module("chunkc._public")
 HEAVY = (
-    *("torch", "torch._dynamo", "torch.distributed.checkpoint", "tabulate", "matplotlib", "transformers", "accelerate"),
+    *("torch", "torch._dynamo", "torch._inductor", "torch._functorch.partitioners", "triton", "sympy", "networkx"),
+    *("torch.distributed.checkpoint", "tabulate", "matplotlib", "transformers", "accelerate"),
     *(
         "peft",
         "chunkc.capture",
@@ -29,8 +30,8 @@ STAGES = {
     "chunkc.graceful_exit": [],
     "chunkc.Hardware": ["torch"],
     "chunkc.Plan": ["torch", "tabulate"],
-    "chunkc.compile": ["torch", "torch._dynamo", "tabulate", "chunkc.capture", "chunkc.compiler", "chunkc.runtime"],
-    "chunkc.AdamW": ["torch", "torch._dynamo", "tabulate", "chunkc.capture", "chunkc.compiler", "chunkc.runtime"],
+    "chunkc.compile": ["torch", "tabulate", "chunkc.capture", "chunkc.compiler", "chunkc.runtime"],
+    "chunkc.AdamW": ["torch", "tabulate", "chunkc.capture", "chunkc.compiler", "chunkc.runtime"],
 }
 
 

@@ -1,7 +1,8 @@
 """Private torch APIs that chunkc uses, with the versions on which they were seen to work.
 
 Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free memory) ``release``. Seen on torch 2.11.0,
-2.13.0 and 2.15.0. The rest of the package imports only from this room.
+2.13.0 and 2.15.0. The rest of the package imports only from this room. What imports torch's compiler
+does so when called: that takes longer than importing torch.
 """
 
 from __future__ import annotations
@@ -16,19 +17,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 import torch
-import torch._dynamo
-import torch._dynamo.exc
-import torch._dynamo.utils
-import torch._functorch.config
 import torch._guards
-import torch._prims.rng_prims
 import torch.fx
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.symbolic_convert import TensorifyState
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.torch_version import TorchVersion
@@ -37,22 +31,14 @@ from torch.utils import _pytree as pytree
 from chunkc._torch_compat.release import forget_compilations, forget_source, sources
 
 StorageKey = StorageWeakRef
-CaptureFailed = torch._dynamo.exc.TorchDynamoException
-RecompileLimitHit = torch._dynamo.exc.FailOnRecompileLimitHit
-BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
-DataDependentGuard = GuardOnDataDependentSymNode
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
 
 __all__ = [
-    "BackendCompilerFailed",
-    "CaptureFailed",
-    "DataDependentGuard",
     "FakeTensorMode",
     "Finalizer",
     "OpOverload",
-    "RecompileLimitHit",
     "StorageKey",
     "aot_backend",
     "as_plain_subclass",
@@ -101,9 +87,10 @@ def is_capturing() -> bool:
 
 def compiles_here() -> bool:
     """Whether torch.compile is on, and no function transform or dispatch mode is active on this thread."""
+    import torch._dynamo
+
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    is_plain = not modes and torch._C._functorch.peek_interpreter_stack() is None
-    return is_plain and not torch._dynamo.config.disable
+    return not modes and torch._C._functorch.peek_interpreter_stack() is None and not torch._dynamo.config.disable
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -220,8 +207,9 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:
-    backend: Callable[..., Any] = aot_autograd(**options)
-    return backend
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(**options)  # type: ignore[no-any-return]
 
 
 def dynamo_example(placeholder: torch.fx.Node) -> Any:
@@ -244,6 +232,8 @@ def storage_key(value: Any) -> StorageKey | None:
 
 def graph_break(reason: str) -> Exception:
     """The exception that ends Dynamo's graph before the call under way; with ``fullgraph=True`` shown."""
+    import torch._dynamo.exc
+
     kind = torch._dynamo.exc.Unsupported
     named: dict[str, Any] = {"gb_type": "managed parameter"} if "gb_type" in inspect.signature(kind).parameters else {}
     return kind(reason, **named)
@@ -300,13 +290,21 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
 
 def hidden_from_dynamo(function: F) -> F:
     """Dynamo traces neither ``function`` nor anything that it calls, unless that is compiled by itself."""
-    return torch.compiler.disable(function, recursive=True)  # type: ignore[no-any-return, no-untyped-call]
+    return _disable_dynamo(function, recursive=True)
 
 
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]
-    """``weakref.finalize`` hidden from Dynamo, which compiles all that is called in frames of user code."""
+    """``weakref.finalize`` hidden from Dynamo, which compiles all that is called in frames of user code.
+
+    Dynamo is imported when one is made, never while an object goes.
+    """
 
     __slots__ = ()
+
+    def __init__(self, held: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        import torch._dynamo  # noqa: F401
+
+        super().__init__(held, function, *args, **kwargs)
 
     @hidden_from_dynamo
     def __call__(self, _: Any = None) -> Any:
@@ -330,6 +328,8 @@ def capture_settings() -> Iterator[None]:
 
     Logging breaks no graph, later hooks cause a new capture, and recurrent modules are captured step by step.
     """
+    import torch._dynamo.utils
+
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
@@ -348,12 +348,16 @@ def capture_settings() -> Iterator[None]:
 
 def forget_constant_floats() -> None:
     """Have the next capture try again to make inputs of floats that Dynamo has taken for constants."""
+    from torch._dynamo.symbolic_convert import TensorifyState
+
     TensorifyState.clear()
 
 
 @contextmanager
 def shared_frames() -> Iterator[None]:
     """Lift Dynamo's limits on recompiling a function, which all models of a class share, for one call."""
+    import torch._dynamo
+
     many = 1 << 30
     breaks: dict[str, Any] = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
     with torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many, **breaks):

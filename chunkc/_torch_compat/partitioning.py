@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config
 import torch._prims.rng_prims
 import torch.fx
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
@@ -24,6 +21,9 @@ def min_cut_partition(
     Random operators that backward computes again replay the forward state of their device's generator, which seeds and
     checkpoints reach, where torch would give those of a GPU generators of their own.
     """
+    import torch._functorch.config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     settings = {"graphsafe_rng_functionalization": False, "cse": False}
     with torch._functorch.config.patch(settings), _use_lazy_graph_module(True):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
@@ -32,6 +32,9 @@ def min_cut_partition(
 
 def merge_equal(joint: torch.fx.GraphModule) -> None:
     """Leave out of a joint graph, in place, what nothing needs and what is computed twice."""
+    import torch._functorch.config
+    from torch._functorch.compile_utils import fx_graph_cse
+
     joint.graph.eliminate_dead_code()
     if torch._functorch.config.cse:
         joint.graph = fx_graph_cse(joint.graph)

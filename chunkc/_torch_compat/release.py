@@ -22,14 +22,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._C._dynamo.eval_frame
-import torch._dynamo.guards
-import torch._dynamo.utils
 import torch._guards
 import torch.fx
-from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 sources = torch.fx.graph_module._loader
@@ -44,6 +39,8 @@ class ReleasableBackend:
         self._fake_modes = weakref.WeakSet[FakeTensorMode]()
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+
         mode = torch._guards.TracingContext.get().fake_mode
         if mode is not None:
             self._fake_modes.add(mode)
@@ -55,6 +52,10 @@ class ReleasableBackend:
 
     def release(self) -> None:
         """Drop the compiler and all frames that were compiled by it; frames of other backends stay."""
+        import torch._C._dynamo.eval_frame
+        import torch._dynamo.utils
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
         self._compile_graph = _compile_released
         for mode in self._fake_modes:
             if mode.shape_env is not None and mode.shape_env.tracked_fakes is not None:
@@ -74,9 +75,11 @@ def _compile_released(module: torch.fx.GraphModule, example_inputs: Sequence[Any
 
 def _drop_frame(entry: Any) -> None:
     """Invalidate a compiled frame as Dynamo does when a guarded object is gone, and empty its guards."""
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
     guards = entry.guard_manager
     if guards.cache_entry is not None and guards.extra_state is not None:
-        deleted = torch._dynamo.guards.DeletedGuardManagerWrapper("the backend that compiled it was released")
+        deleted = DeletedGuardManagerWrapper("the backend that compiled it was released")
         guards.extra_state.invalidate(guards.cache_entry, deleted)
         vars(guards).update(vars(deleted))
 
@@ -96,10 +99,12 @@ def forget_compilations(first: int) -> None:
 
     Messages of a compilation under way show its tracebacks. Texts of other threads go as well.
     """
+    from torch._dynamo.utils import get_metrics_context
+
     if sources.next_id > first:
         for name in [n for n in list(sources.eval_cache) if _number(n) >= first]:
             _forget_source(name)
-    metrics = torch._dynamo.utils.get_metrics_context()
+    metrics = get_metrics_context()
     if not metrics.in_progress():
         metrics._edits.clear()
 

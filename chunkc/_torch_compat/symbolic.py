@@ -8,18 +8,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import sympy  # type: ignore[import-untyped]
 import torch
-from torch._dynamo import maybe_mark_dynamic
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 
 from chunkc._torch_compat.core import dynamo_value, pytree
 
-Symbol: TypeAlias = sympy.Symbol
+if TYPE_CHECKING:
+    import sympy  # type: ignore[import-untyped]
+
+Symbol: TypeAlias = "sympy.Symbol"
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ASSERTIONS = (
@@ -35,6 +35,8 @@ def changing(sizes: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
 
     Marks of the caller's own stay as they are.
     """
+    from torch._dynamo import maybe_mark_dynamic
+
     before: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
     for tensor, dimension in sizes:
         marks = {name: copy.copy(tensor.__dict__[name]) for name in _MARKS if name in tensor.__dict__}
@@ -51,21 +53,26 @@ def changing(sizes: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
 
 def has_unbacked_size(node: Node) -> bool:
     """Whether a node of a Dynamo graph is a tensor with a size that only the data of a run tells."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
     tensors = (v for v in pytree.tree_leaves(dynamo_value(node)) if isinstance(v, torch.Tensor))
     return any(free_unbacked_symbols(t) for t in tensors)
 
 
 def symbols_of(value: torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) -> Collection[Symbol]:
     """Symbols in a number, or in the sizes, strides and offset of a tensor."""
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
     return free_symbols(value)
 
 
 def size_symbol(value: object) -> Symbol | None:
     """The symbol that ``value`` is, where it is an integer that a graph takes as an input; else None."""
-    if not isinstance(value, torch.SymInt) or free_unbacked_symbols(value):
+    if not isinstance(value, torch.SymInt):
         return None
-    expression = value.node.expr
-    return expression if isinstance(expression, sympy.Symbol) else None
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return value.node.expr if value.node.expr.is_Symbol and not free_unbacked_symbols(value) else None
 
 
 def hint_of(value: torch.SymInt) -> int:
@@ -75,6 +82,8 @@ def hint_of(value: torch.SymInt) -> int:
 
 def evaluated(value: torch.SymInt | torch.SymFloat | torch.SymBool, sizes: Mapping[Symbol, int]) -> Any:
     """The int, float or bool that ``value`` is at ``sizes``, which name all of its symbols."""
+    import sympy
+
     number = value.node.expr.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
     kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
     return kind(number)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
 from chunkc._torch_compat.core import OpOverload, pytree
 from chunkc._torch_compat.partitioning import operator_of, result_of
@@ -24,6 +23,8 @@ _BACKWARD_PRODUCTS = 5
 
 def operator_flops(node: Node) -> int:
     """Operations that ``node`` carries out; a multiplication and an addition are two."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton where it is installed
+
     target, args, kwargs = operator_of(node)
     if isinstance(target, OpOverload) and "scaled_dot_product" in target._schema.name:
         names = [argument.name for argument in target._schema.arguments]

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc._torch_compat import capture_errors
 from chunkc._torch_compat.core import (
-    BackendCompilerFailed,
-    CaptureFailed,
     call_plain,
     capture_settings,
     forget_constant_floats,
@@ -153,7 +152,7 @@ class CompiledModel:
                     return self._enter_as(signature, args, kwargs, may_break=may_break)
                 with shown(is_first_rank=runtime.ranks.is_first):
                     return self._enter_as(signature, args, kwargs, may_break=may_break)
-        except BackendCompilerFailed as error:
+        except capture_errors.BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):
                 raise inner.with_traceback(None) from None
@@ -175,7 +174,7 @@ class CompiledModel:
         try:
             forget_constant_floats()
             return self._as_one_graph(signature, call.args, call.kwargs, call)
-        except CaptureFailed as error:
+        except capture_errors.CaptureFailed as error:
             if isinstance(getattr(error, "inner_exception", None), ChunkcError):
                 raise
             reason = str(error).partition("\n")[0]
@@ -198,9 +197,9 @@ class CompiledModel:
         if signature not in broken_shapes:
             try:
                 return self._as_one_graph(signature, args, kwargs)
-            except BackendCompilerFailed:
+            except capture_errors.BackendCompilerFailed:
                 raise
-            except CaptureFailed as error:
+            except capture_errors.CaptureFailed as error:
                 self._check_placed(args, kwargs, error)
                 self.breaks.has_data_sizes |= is_data_dependent(error)
                 if self.settings.fullgraph:
@@ -221,7 +220,7 @@ class CompiledModel:
         if shared is not None:
             try:
                 return self._at_any_size(signature, shared, args, kwargs, floats)
-            except (CaptureFailed, CaptureError, BudgetError) as error:
+            except (capture_errors.CaptureFailed, CaptureError, BudgetError) as error:
                 inner = getattr(error, "inner_exception", error)
                 if isinstance(inner, ChunkcError) and not isinstance(inner, (CaptureError, BudgetError)):
                     raise
@@ -277,9 +276,9 @@ class CompiledModel:
         except NotPlannedYet:
             self._sizes.note_alone(signature)
             raise
-        except BackendCompilerFailed:
+        except capture_errors.BackendCompilerFailed:
             raise
-        except CaptureFailed as error:
+        except capture_errors.CaptureFailed as error:
             self._check_placed(args, kwargs, error)
             raise self._breaks("its shapes cannot be declared by example_inputs", error) from error
 

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from chunkc._torch_compat.core import CaptureFailed, call_plain, capture_settings, compiles_here
+from chunkc._torch_compat import capture_errors
+from chunkc._torch_compat.core import call_plain, capture_settings, compiles_here
 from chunkc.capture.backend import capture_graph
 from chunkc.compiler.build import CompiledPlan, build
 from chunkc.compiler.capture_session import CaptureSession
@@ -89,7 +90,7 @@ class Evaluator:
         if reason is None:
             try:
                 return self._run_program(signature, args, kwargs)
-            except (CaptureFailed, ShapeLimitError) as error:  # raised in place of running
+            except (capture_errors.CaptureFailed, ShapeLimitError) as error:  # raised in place of running
                 self._refused.add(signature)
                 is_limit = isinstance(getattr(error, "inner_exception", error), ShapeLimitError)
                 self._tell(_cause(error), logging.WARNING, kind=_LIMIT if is_limit else "")

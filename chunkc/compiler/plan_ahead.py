@@ -20,9 +20,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from chunkc._torch_compat import capture_errors
 from chunkc._torch_compat.core import (
-    BackendCompilerFailed,
-    CaptureFailed,
     FakeTensorMode,
     call_plain,
     capture_settings,
@@ -170,7 +169,7 @@ def capture_ahead(
         try:
             with capture_settings(), torch.enable_grad():
                 run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
-        except BackendCompilerFailed as error:
+        except capture_errors.BackendCompilerFailed as error:
             if isinstance(error.inner_exception, _CaptureDone):
                 captured = error.inner_exception.captured
                 elapsed_ms = 1e3 * (time.perf_counter() - started) - sum(s.elapsed_ms for s in captured.stages)
@@ -180,7 +179,7 @@ def capture_ahead(
             if isinstance(error.inner_exception, ChunkcError):
                 raise error.inner_exception from None
             raise
-        except CaptureFailed as error:
+        except capture_errors.CaptureFailed as error:
             raise CaptureError(f"{type(model).__name__} breaks into several graphs:\n{error}") from error
         finally:
             releasable.release()

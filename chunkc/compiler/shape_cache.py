@@ -20,12 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from chunkc._torch_compat import capture_errors
 from chunkc._torch_compat.core import (
-    BackendCompilerFailed,
-    CaptureFailed,
-    DataDependentGuard,
     Finalizer,
-    RecompileLimitHit,
     graph_break,
     plain_call,
     storage_address,
@@ -302,17 +299,17 @@ class ShapeTable:
         """Run ``entry``; CaptureFailed in place of the ways in which torch fails where data tell sizes."""
         try:
             return self._run_once(entry, args, kwargs)
-        except DataDependentGuard as error:
+        except capture_errors.DataDependentGuard as error:
             raise graph_break(str(error)) from error
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, (DataDependentSizeError, DataDependentGuard)):
+        except capture_errors.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, (DataDependentSizeError, capture_errors.DataDependentGuard)):
                 raise graph_break(str(error.inner_exception)) from error
             raise
 
     def _run_once(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return entry.run(*args, **kwargs)
-        except RecompileLimitHit:  # raised in place of running, for what the signature does not know of
+        except capture_errors.RecompileLimitHit:  # raised in place of running, for what the signature does not know of
             entry.run = self._make_run(entry.places)
             return entry.run(*args, **kwargs)
 
@@ -343,9 +340,9 @@ class ShapeTable:
             )
 
 
-def is_data_dependent(error: CaptureFailed) -> bool:
+def is_data_dependent(error: capture_errors.CaptureFailed) -> bool:
     """Whether a forward is not one graph since data tell sizes in it."""
-    return isinstance(error.__cause__, (DataDependentGuard, BackendCompilerFailed))
+    return isinstance(error.__cause__, (capture_errors.DataDependentGuard, capture_errors.BackendCompilerFailed))
 
 
 def _shown(signature: Signature | None) -> str:

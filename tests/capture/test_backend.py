@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Interpreter
 
-from chunkc._torch_compat.core import BackendCompilerFailed
+from chunkc._torch_compat import capture_errors
 from chunkc.capture.backend import ModelTensors, TracingOptions, capture_graph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.validation import param_infos
@@ -91,7 +91,7 @@ def test_a_graph_without_gradients_has_no_tangents() -> None:
 
 def test_a_graph_with_nothing_to_train_is_refused() -> None:
     model = Layers().requires_grad_(False)
-    with pytest.raises(BackendCompilerFailed) as caught:
+    with pytest.raises(capture_errors.BackendCompilerFailed) as caught:
         torch.compile(model, backend=Interpreting(model), fullgraph=True)(batch())
     assert isinstance(caught.value.inner_exception, CaptureError)
     assert "nothing to train" in str(caught.value.inner_exception)
