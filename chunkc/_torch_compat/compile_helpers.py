@@ -7,8 +7,8 @@ process takes them from its beginning; what helpers have compiled, it then finds
     this process     s0   s1   s2   s3   s4       s8' s7' s6' s5'        ' from the cache
     helper           (imports torch)    s8   s7   s6   s5
 
-A helper decides nothing and returns nothing: where it fails, this process compiles. There are none for a GPU, whose
-memory the context of another process would take.
+A helper decides nothing and returns nothing: where one fails, it ends, and this process compiles what it had. There are
+none for a GPU, whose memory the context of another process would take.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def serve() -> None:
     threading.Thread(target=_receive, args=(jobs, arrived), daemon=True).start()
     replies.write(b".")
     while (data := arrived.get()) is not None:
-        with suppress(Exception):  # the process that asked compiles it, and tells the error
-            compile_packed(data)
+        compile_packed(data)
         replies.write(b".")
 
 

@@ -33,8 +33,8 @@ def packed(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bytes | Non
     try:
         graph = GraphPickler.dumps((module, tuple(examples)), Options(ops_filter=None))
         return pickle.dumps((torch._inductor.config.save_config(), torch.get_num_threads(), graph))
-    except Exception:  # whatever pickling user-defined operators and settings raises: this process compiles them
-        return None
+    except (pickle.PicklingError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError):
+        return None  # as pickling says it of objects of C++, local functions, operators and graphs that nest too deep
 
 
 def compile_packed(data: bytes) -> None:

@@ -132,7 +132,8 @@ segment, helper = SimpleNamespace(), Helper(start_helper())
 assert helper.done(100.0) == [] and helper.is_ready
 helper.hand_out(segment, packed(module, examples))
 assert helper.done(100.0) == [segment] and not helper.has_ended
-helper.process.kill()
+helper.hand_out(segment, b"no graph")
+assert helper.done(100.0) == [segment] and helper.has_ended
 helper.process.communicate()
 compiled = inductor_compile(module, examples)
 assert torch.equal(compiled([torch.zeros(64)])[0], torch.ones(64))
@@ -145,6 +146,15 @@ def test_what_a_helper_compiled_is_in_the_cache(tmp_path: Path) -> None:
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run([sys.executable, "-c", ASKING], env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_graph_that_calls_what_has_no_name_is_not_packed() -> None:
+    from chunkc._torch_compat.inductor_jobs import packed
+
+    fake = make_fx(lambda x: (x + 1,), tracing_mode="fake")(torch.ones(2))
+    call = next(n for n in fake.graph.nodes if n.op == "call_function")
+    call.target = lambda x, one: x + one
+    assert packed(fake, [n.meta["val"] for n in fake.graph.find_nodes(op="placeholder")]) is None
 
 
 def test_a_graph_of_another_device_is_not_packed() -> None:
