@@ -108,12 +108,12 @@ def inductor_loop(
     return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
 
 
-def cpp_library(source: str) -> ctypes.CDLL:
-    """Compile C++ to a shared library by Inductor's compiler and cache, or LoopUnavailable."""
+def cpp_library(source: str, *flags: str) -> ctypes.CDLL:
+    """Compile C++ to a shared library by Inductor's compiler and cache, with more flags, or LoopUnavailable."""
     from torch._inductor.codecache import CppCodeCache
 
     try:
-        library = _with_any_vectors(lambda: CppCodeCache.load(source))
+        library = _with_any_vectors(lambda: CppCodeCache.load(source, extra_flags=flags))
     except (RuntimeError, OSError) as error:
         raise LoopUnavailable(f"Inductor cannot compile here ({_first_line(error)})") from error
     return ctypes.CDLL(library._name)

@@ -38,7 +38,7 @@ FIRST_BIN: Final = 0x3380
 NUM_BINS: Final = 0x3F80 - FIRST_BIN + 1
 """From 2^-24 to 1, 128 to an octave."""
 
-_NUM_DECADES: Final = 7
+NUM_DECADES: Final = 7
 
 
 class CodeTables(NamedTuple):
@@ -64,10 +64,10 @@ def is_signed(name: str) -> bool:
 def code_values(signed: bool) -> Tensor:
     """The 256 values of codes, float32, ascending, on the host; nobody writes to them."""
     found = [0.0, 1.0]
-    for decade in range(_NUM_DECADES):
+    for decade in range(NUM_DECADES):
         num = 2**decade if signed else 2 ** (decade + 1)
         means = [0.1 + 0.9 * (i + 0.5) / num for i in range(num)]
-        magnitudes = [10.0 ** (decade - _NUM_DECADES + 1) * mean for mean in means]
+        magnitudes = [10.0 ** (decade - NUM_DECADES + 1) * mean for mean in means]
         found += [*magnitudes, *(-m for m in magnitudes)] if signed else magnitudes
     found.sort()
     if signed:

@@ -76,6 +76,29 @@ def test_the_loop_is_compiled_and_has_the_bits_of_the_formula(dtype: torch.dtype
     assert module.agree(kernel, module.BlockEager(ADAM_8BIT), dtype, dtype)
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_beside_every_border_are_those_of_the_formula(signed: bool) -> None:
+    """New states are gradients, or their squares, a few units in the last place from a border; scales are 1."""
+    near = code_borders(signed).view(torch.int32)[:, None] + torch.arange(-16, 17, dtype=torch.int32)
+    gradient = near.view(torch.float32).flatten()
+    gradient = gradient.clamp(-1, 1) if signed else gradient.sqrt()
+    rows = gradient[: len(gradient) // (BLOCK_NUMEL - 1) * (BLOCK_NUMEL - 1)].view(-1, BLOCK_NUMEL - 1)
+    gradient = torch.cat([torch.ones(len(rows), 1), rows], dim=1).flatten()
+    coefficients = torch.tensor([1.0, 1e-3, 1e-8, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    eager, compiled = (
+        module.BlockEager(ADAM_8BIT),
+        module.block_kernel(ADAM_8BIT, torch.float32, None, is_parallel=False),
+    )
+    assert isinstance(compiled, module.BlockLoop)
+    found, wanted = (Chunk.make([], len(gradient)) for _ in range(2))
+    for kernel, chunk in ((compiled, found), (eager, wanted)):
+        for state in chunk.states[1:]:
+            state.zero_()
+        kernel([gradient, *chunk.states], chunk.states, 0, len(gradient), coefficients)()
+    assert all(torch.equal(a, b) for a, b in zip(found.states, wanted.states, strict=True))
+    assert len(wanted.states[1 if signed else 2].unique()) == 256
+
+
 def test_another_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     source = module.SOURCE.replace("quotients[i] > above[i]", "quotients[i] >= 1.01f * above[i]")
     assert source != module.SOURCE
