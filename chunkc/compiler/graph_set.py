@@ -201,27 +201,6 @@ class GraphSet:
         return graph.counted_nbytes(entry.plan)
 
     def widen(self, entry: GraphEntry) -> Captured:
-        """Plan ``entry`` with all tangents, also those beside scalars; BudgetError changes nothing."""
-        graph = self.graphs[entry]
-        captured = graph.captured
-        if captured.general is None:
-            raise ChunkcError("a backward reads all tangents already and is to read more; please report this")
-        logger.info("a loss uses outputs beside the scalar one: plans count their gradients from now on")
-        graph.captured = captured.general()
-        try:
-            self.plan(entry)
-        except BaseException as error:
-            graph.captured = captured
-            if isinstance(error, BudgetError):
-                error.args = (
-                    f"{error} The loss uses outputs beside the scalar one, whose gradients take as much memory as they "
-                    "do; compute it inside forward, or detach these outputs",
-                )
-            raise
-        self.trains_scalar = False
-        return graph.captured
-
-    def widen(self, entry: GraphEntry) -> Captured:
         """Plan the iteration of ``entry`` with the tangents of all outputs; BudgetError changes nothing."""
         graph = self.graphs[entry]
         captured = graph.captured

@@ -12,7 +12,6 @@ from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.cell import cell
-from chunkc.ir.actions import Stream
 from chunkc.report.columns import table, wrapped
 from chunkc.report.frame import LANE_NAMES
 from chunkc.report.units import percent, plural, printable, unit_for
