@@ -68,6 +68,7 @@ def compile(  # the name that torch.compile taught users
     chunk_size: int | str = "auto",
     activations: Activations = "auto",
     accumulate: int = 1,
+    in_flight: int = 1,
     shard: str = "all",
     reduce_dtype: torch.dtype | None = None,
     fullgraph: bool = False,
@@ -98,6 +99,9 @@ def compile(  # the name that torch.compile taught users
         accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does; scale
             the losses yourself. A step may come earlier. More than one takes host (or device) memory for the gradients,
             which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
+        in_flight: micro-batches of a step whose forward has begun and whose backward has not ended, at most: 1 in a
+            plain loop, ``num_stages - stage`` in a pipeline by the schedule 1F1B, all of ``accumulate`` by GPipe. What
+            each saves for backward is planned for; with more of them, the plan is made again, or BudgetError raised.
         shard: over several nodes, ``"all"``: all ranks divide the model data; ``"node"``: those of a node do, and every
             node has all of it, so that only gradients go between nodes.
         reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
@@ -123,7 +127,7 @@ def compile(  # the name that torch.compile taught users
         HardwareError: for an ``hw`` that cannot be used.
     """
     examples = examples_of(example_inputs)
-    options = _options(chunk_size, activations, accumulate, optimizer)
+    options = _options(chunk_size, activations, accumulate, in_flight, optimizer)
     check_model(model)
     job.join()
     machine, device = device_for(hw)
@@ -203,6 +207,7 @@ def plan(
     chunk_size: int | str = "auto",
     activations: Activations = "auto",
     accumulate: int = 1,
+    in_flight: int = 1,
     shard: str = "all",
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
@@ -231,7 +236,7 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
-    options = _options(chunk_size, activations, accumulate, optimizer)
+    options = _options(chunk_size, activations, accumulate, in_flight, optimizer)
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
@@ -264,13 +269,16 @@ def plan(
         )
 
 
-def _options(chunk_size: int | str, activations: Activations, accumulate: int, optimizer: str) -> PlanOptions:
+def _options(
+    chunk_size: int | str, activations: Activations, accumulate: int, in_flight: int, optimizer: str
+) -> PlanOptions:
     if activations not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ChunkcError(f"activations must be one of {names}, got {activations!r}")
     return PlanOptions(
         chunk_numel=_chunk_numel(chunk_size),
         accumulate=_micro_batches(accumulate),
+        in_flight=_in_flight(in_flight, accumulate),
         state_spec=states_of(optimizer),
         activations=activations,
         moved_share=1.0 if activations == "offload" else 0.0,
@@ -371,6 +379,15 @@ def _micro_batches(accumulate: int) -> int:
     if not isinstance(accumulate, int) or not 1 <= accumulate <= MAX_MICRO_BATCHES:
         raise ChunkcError(f"accumulate={accumulate!r}: give the backwards before a step, 1 to {MAX_MICRO_BATCHES:,}")
     return accumulate
+
+
+def _in_flight(in_flight: int, accumulate: int) -> int:
+    if not isinstance(in_flight, int) or not 1 <= in_flight <= accumulate:
+        raise ChunkcError(
+            f"in_flight={in_flight!r}: give the micro-batches whose backward is still to come, 1 to "
+            f"accumulate={accumulate}"
+        )
+    return in_flight
 
 
 def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | None:

@@ -110,8 +110,29 @@ class LivenessPass:
             away = away_nbytes(draft.moves, draft.schedule)
             less = [without_away(*pair) for pair in zip(liveness.costs, away, strict=True)]
             liveness = replace(liveness, costs=(less[0], less[1]))
+        waiting_nbytes = _waiting_nbytes(draft)
+        if waiting_nbytes:
+            more_nbytes = (draft.options.in_flight - 1) * waiting_nbytes
+            forward, backward = (_with_waiting(costs, more_nbytes) for costs in liveness.costs)
+            liveness = replace(liveness, costs=(forward, backward))
         peak = max(
             (live + work for c in liveness.costs for live, work in zip(c.live, c.workspace, strict=True)), default=0
         )
         note = f"{len(liveness.trained)} gradients, peak of single operators {peak / 2**20:.2f} MiB"
-        return replace(draft, liveness=liveness, note=note)
+        return replace(draft, liveness=liveness, waiting_nbytes=waiting_nbytes, note=note)
+
+
+def _waiting_nbytes(draft: Draft) -> int:
+    """Bytes that a micro-batch in flight holds while another one runs: all but what is away when its forward ends."""
+    operators = draft.schedule.forward.operators
+    if draft.options.in_flight == 1 or draft.schedule.is_evaluation:
+        return 0
+    return max(0, operators[-1].live_after_nbytes - sum(move.value.nbytes for move in draft.moves))
+
+
+def _with_waiting(costs: GraphCosts, nbytes: int) -> GraphCosts:
+    return replace(
+        costs,
+        live=tuple(live + nbytes for live in costs.live),
+        live_after=tuple(live + nbytes for live in costs.live_after),
+    )

@@ -28,10 +28,11 @@ class OffloadPass:
         if not moves:
             return replace(draft, moves=(), note="nothing is moved")
         nbytes = sum(move.value.nbytes for move in moves)
+        copies_nbytes = nbytes * draft.options.in_flight
         wished = draft.options.cuts or ((), ())
         forward, backward = cuts_of(moves, draft.schedule)
         cuts = tuple(sorted({*wished[0], *forward})), tuple(sorted({*wished[1], *backward}))
         saved_nbytes = sum(value.nbytes for value in draft.schedule.saved_values())
         note = f"{len(moves)} values, {nbytes / 2**20:.2f} of {saved_nbytes / 2**20:.2f} MiB saved, are moved"
-        target, options = draft.target.less({Tier.HOST: nbytes}), replace(draft.options, cuts=cuts)
+        target, options = draft.target.less({Tier.HOST: copies_nbytes}), replace(draft.options, cuts=cuts)
         return replace(draft, moves=moves, target=target, options=options, note=note)

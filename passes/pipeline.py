@@ -269,7 +269,8 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
     trained = [p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED]
     worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
     moves = tuple(sorted((move.value for move in draft.moves), key=lambda value: value.index))
-    copies_nbytes = sum(value.nbytes for value in moves)
+    in_flight = 1 if draft.schedule.is_evaluation else draft.options.in_flight
+    copies_nbytes = in_flight * sum(value.nbytes for value in moves)
     return Plan(
         model=draft.target.model,
         hw=draft.target.hw,
@@ -292,4 +293,6 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
         num_samples=draft.schedule.num_samples,
         num_tokens=draft.schedule.num_tokens,
         accumulate=1 if draft.schedule.is_evaluation else draft.options.accumulate,
+        in_flight=in_flight,
+        waiting_nbytes=draft.waiting_nbytes,
     )

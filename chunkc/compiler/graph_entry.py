@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any
@@ -114,6 +115,8 @@ class GraphEntry(RuntimeReference):
     def plan_by(self, built: CompiledPlan) -> None:
         self._replace_plan(built.plan)
         self._built, self._graphs, self._more_nbytes = built, built.graphs, 0
+        if built.plan.in_flight > 1:
+            self._held = replace(self._held, saved_nbytes=built.plan.waiting_nbytes + built.plan.copies_nbytes)
 
     def count_more(self, plan: Plan, nbytes: int) -> None:
         """Run by ``plan``, which counts ``nbytes`` more of other forwards than the one before."""

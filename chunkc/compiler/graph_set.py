@@ -65,6 +65,7 @@ class RecordedGraph:
         scales: whether the plan multiplies its tangents by a loss scale.
         name: of the graph among others, for messages; empty for a whole forward.
         log_level: of what is said of its plans.
+        is_in_flight: whether nothing lives beside it but the micro-batches in flight that its plan counts.
     """
 
     captured: Captured
@@ -75,6 +76,13 @@ class RecordedGraph:
     name: str = ""
     log_level: int = logging.INFO
     compiled_by: SegmentCompiler | None = None
+    is_in_flight: bool = False
+
+    def counted_nbytes(self, plan: Plan | None) -> int:
+        """Bytes of others that ``plan`` of this graph counts."""
+        if plan is None or not self.is_in_flight:
+            return self.beside_nbytes
+        return (plan.in_flight - 1) * plan.waiting_nbytes
 
 
 class GraphSet:
@@ -95,6 +103,7 @@ class GraphSet:
     def add(self, entry: GraphEntry, graph: RecordedGraph) -> None:
         """Keep a graph beside what is alive now; it has no plan yet."""
         self.graphs[entry] = graph
+        graph.is_in_flight = self._request().options.in_flight > 1 and not graph.name
         graph.beside_nbytes = max(graph.beside_nbytes, self._runtime.live.nbytes())
 
     def remove(self, entry: GraphEntry) -> None:
@@ -162,11 +171,13 @@ class GraphSet:
         graph = self.graphs.get(entry)
         if graph is None:
             return beside_nbytes()
-        nbytes, before, plan = beside_nbytes(), graph.beside_nbytes, entry.plan
+        nbytes, plan = beside_nbytes(), entry.plan
+        before = graph.counted_nbytes(plan)
         if nbytes > before:
             gc.collect()  # graphs that nobody holds any more, such as those of an exception, are not alive
             nbytes = beside_nbytes()
         graph.beside_nbytes = max(nbytes, before)
+        is_in_flight, graph.is_in_flight = graph.is_in_flight, graph.is_in_flight and nbytes <= before
         if plan is not None and not self._runtime.parameters.accepts(plan.layout):
             self.plan(entry)  # planned for a layout that the model has left
         elif plan is not None and nbytes > before and not self._counts_more(entry, plan, nbytes, before):
@@ -178,14 +189,14 @@ class GraphSet:
             try:
                 self.plan(entry)
             except BaseException as error:
-                graph.beside_nbytes = before
+                graph.beside_nbytes, graph.is_in_flight = before, is_in_flight
                 if isinstance(error, BudgetError):
                     error.args = (
                         f"{error} Of these, {nbytes} bytes are held by other forwards of the model: those of the same "
                         "loss, and those whose outputs are kept though no backward has run (`del loss`)",
                     )
                 raise
-        return graph.beside_nbytes
+        return graph.counted_nbytes(entry.plan)
 
     def _counts_more(self, entry: GraphEntry, plan: Plan, nbytes: int, before_nbytes: int) -> bool:
         """Let ``plan`` count ``nbytes`` of others, for ``before_nbytes``, if there is room beside its arena."""
@@ -205,11 +216,13 @@ class GraphSet:
             if request.options.moved_share:
                 logger.info("%s keeps its activations: values move in forwards of one graph only", request.target.model)
                 request = replace(request, options=replace(request.options, moved_share=0.0, activations="keep"))
+        if not graph.is_in_flight:
+            request = replace(request, options=replace(request.options, in_flight=1))
         return build(self._as_it_runs(graph, request), request, graph.compiler, graph.log_level)
 
     def _as_it_runs(self, graph: RecordedGraph, request: PlanRequest) -> Captured:
         """A graph beside others, with what is decided for its plan."""
-        captured, nbytes = graph.captured, graph.beside_nbytes
+        captured, nbytes = graph.captured, 0 if graph.is_in_flight else graph.beside_nbytes
         schedule = with_concurrent(captured.schedule, nbytes, graph.also_trained)
         beside = replace(captured, schedule=schedule, concurrent_nbytes=captured.concurrent_nbytes + nbytes)
         return with_decisions(beside, tracks_grad_norm=request.options.tracks_grad_norm, scales=graph.scales)

@@ -17,13 +17,17 @@ gradient chunks; in some plans ranks exchange nothing before the last (`Plan.def
     does not    backward_unreduced  forward_again, accumulate_unreduced
     reduce_all              transition that does the same when something else comes before the last
 
+With ``in_flight`` of k, as a stage of a pipeline has it, k forwards run before the first backward, then forwards and
+backwards take turns (1F1B, Narayanan et al., SC 2021), and k backwards end the step. Chunks stand where the next
+program of the same kind of step needs them, so between two forwards, or two backwards, a transition lies.
+
 A transition, and ``evaluate``, ends with all streams joined; all but ``abandon`` begin so too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -240,6 +244,8 @@ class Plan:
     whose gradients come from other graphs or eager operators; the step leaves them as they are. ``accumulate``: most
     micro-batches whose gradients one step takes. ``num_samples`` and ``num_tokens`` (0: unknown) are those of one
     micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`. ``moves``: saved values that go to the host and back.
+    ``in_flight``: most micro-batches at a time whose forward has begun and whose backward has not ended; each but the
+    one that runs holds ``waiting_nbytes`` of the device, which all segments count.
     """
 
     model: str
@@ -255,6 +261,8 @@ class Plan:
     num_samples: int = 0
     num_tokens: int = 0
     accumulate: int = 1
+    in_flight: int = 1
+    waiting_nbytes: int = 0
     saved: tuple[SavedValue, ...] = field(default=(), compare=False)
 
     @property
@@ -298,9 +306,22 @@ class Plan:
         again = self.program("forward", "later", False) if defers else forward
         later = self.program("backward", "later", not defers)
         last = self.program("backward", "last") if defers else later
-        programs = [forward, first.without_begins()]
-        programs += [*(again, later.without_begins()) * (self.accumulate - 2), again, last]
-        return (*programs, self.program("step"))
+        backwards = [first.without_begins(), *(later.without_begins() for _ in range(self.accumulate - 2)), last]
+        return (*self._interleaved(forward, again, backwards), self.program("step"))
+
+    def _interleaved(self, forward: Program, again: Program, backwards: Sequence[Program]) -> Iterator[Program]:
+        """Forwards and ``backwards`` of a step, as many in flight as may be; ``again``: behind the first backward."""
+        abandon, resume = self.program("abandon"), self.program("resume")
+        yield forward
+        for _ in range(self.in_flight - 1):
+            yield from (abandon, forward)
+        num_later = self.accumulate - self.in_flight
+        for number, backward in enumerate(backwards):
+            if number > num_later and backward.entry.phase != "unreduced":
+                yield resume
+            yield backward
+            if number < num_later:
+                yield again
 
     def labelled(self) -> Iterator[tuple[Program, str, Action]]:
         """Actions of one iteration in order, with program and unique label (``2:f12``: micro-batch 2)."""
@@ -325,6 +346,11 @@ class Plan:
         """Host bytes that the copies of moved values take, for one forward that waits for its backward."""
         return sum(value.nbytes for value in self.moves)
 
+    @property
+    def all_copies_nbytes(self) -> int:
+        """Host bytes that the copies of all micro-batches in flight take."""
+        return self.in_flight * self.copies_nbytes
+
     def nbytes_of(self, actions: Iterable[Action]) -> int:
         """Bytes that ``actions`` move over the host's link or from other ranks."""
         sizes = {value.target: value.nbytes for value in self.moves}
@@ -347,6 +373,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(replace(self, programs=()))
         data["format_version"] = FORMAT_VERSION
+        if self.in_flight == 1:
+            del data["in_flight"], data["waiting_nbytes"]
         data["programs"] = [
             {**asdict(replace(program, actions=())), "actions": [str(action) for action in program.actions]}
             for program in self.programs
@@ -362,7 +390,8 @@ class Plan:
                 f"plan format {shown(version)} is not supported; this release reads format {FORMAT_VERSION}: plan the "
                 "model again"
             )
-        return _DECODER.decode(Plan, {name: value for name, value in data.items() if name != "format_version"})
+        given = {name: value for name, value in data.items() if name != "format_version"}
+        return _DECODER.decode(Plan, {"in_flight": 1, "waiting_nbytes": 0, **given})
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all; ChunkcError leaves what the file held."""

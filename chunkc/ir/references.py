@@ -32,6 +32,7 @@ def check_references(plan: Plan) -> None:
         ("layout.num_replicas", layout.num_replicas, MAX_RANKS),
         ("layout.chunk_numel", layout.chunk_numel, MAX_NUMEL),
         ("accumulate", plan.accumulate, MAX_MICRO_BATCHES),
+        ("in_flight", plan.in_flight, MAX_MICRO_BATCHES),
     ):
         if not 1 <= value <= most:
             raise FormatError(f"must be from 1 to {most}, found {value}", name)

@@ -19,7 +19,7 @@ from chunkc.cost.timeline import Timeline
 from chunkc.ir.actions import LANDINGS, Action, Op
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.occupancy import Occupancy
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import TRANSITIONS, Plan
 from chunkc.report.frame import Clock, clock_of, pieces
 
 _SLACK = 1e-6
@@ -177,7 +177,7 @@ def _nonmodel(plan: Plan, clock: Clock) -> Iterator[_Held]:
                 running = (nonmodel[action.target], start)
             if action.op in (Op.RUN, *LANDINGS):
                 done = end
-        if running is not None and program.role != "forward":
+        if running is not None and program.role not in ("forward", *TRANSITIONS):
             yield _Held(Kind.NONMODEL, running[0], running[1], done)
             running = None
 

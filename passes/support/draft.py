@@ -91,6 +91,7 @@ class PlanOptions:
         streamed_share: of the states at home on the host, the share in [0, 1] that each step updates on the device.
         num_second_homes: chunks of this rank with a second home, at most; fewer where host memory has less room.
         accumulate: micro-batches of a step, at most. With more than one, gradients have chunks of their own.
+        in_flight: micro-batches whose forward has begun and whose backward has not ended, at most.
         tracks_grad_norm: norms of gradients are taken as they land, and updates follow a decision on them.
         scales: backward multiplies its tangents by a loss scale.
         activations: what may be done with saved values; ``auto``: what simulates fastest.
@@ -107,6 +108,7 @@ class PlanOptions:
     streamed_share: float = 0.0
     num_second_homes: int = 0
     accumulate: int = 1
+    in_flight: int = 1
     tracks_grad_norm: bool = False
     scales: bool = False
     state_spec: StateSpec = ADAM_STATES
@@ -133,6 +135,8 @@ class PlanOptions:
             raise ValueError(f"moved_share must lie in [0, 1], got {self.moved_share}")
         if not 1 <= self.accumulate <= MAX_MICRO_BATCHES:
             raise ValueError(f"accumulate must lie in [1, {MAX_MICRO_BATCHES}], got {self.accumulate}")
+        if not 1 <= self.in_flight <= self.accumulate:
+            raise ValueError(f"in_flight must lie in [1, accumulate={self.accumulate}], got {self.in_flight}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +264,10 @@ class ActionAccess:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """All facts so far; None where no pass has decided yet."""
+    """All facts so far; None where no pass has decided yet.
+
+    ``waiting_nbytes``: as of `chunkc.ir.plan.Plan`.
+    """
 
     schedule: Schedule
     target: Target
@@ -269,6 +276,7 @@ class Draft:
     note: str = ""
     stages: tuple[StageRecord, ...] = ()
     moves: tuple[TimedMove, ...] = ()
+    waiting_nbytes: int = 0
     liveness: Liveness | None = None
     chunk_numel: int | None = None
     fitting_numels: tuple[int, ...] = ()

@@ -17,9 +17,11 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 
 
 def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_estimate: bool) -> Plan:
-    """``plan`` with the bytes of its segments as they were found."""
+    """``plan`` with the bytes of its segments as they were found, and of what other micro-batches in flight hold."""
+    waiting_nbytes = _waiting_nbytes(plan, found)
+    others_nbytes = (plan.in_flight - 1) * waiting_nbytes
     segments = tuple(
-        replace(segment, live_nbytes=nbytes.live_nbytes, workspace_nbytes=nbytes.workspace_nbytes)
+        replace(segment, live_nbytes=nbytes.live_nbytes + others_nbytes, workspace_nbytes=nbytes.workspace_nbytes)
         for segment, nbytes in zip(plan.segments, found, strict=True)
     )
     worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
@@ -29,7 +31,15 @@ def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_estimate: bool) -> P
         nonmodel_segment="" if worst is None else worst.name,
         is_estimate=is_estimate,
     )
-    return replace(plan, segments=segments, memory=memory)
+    return replace(plan, segments=segments, memory=memory, waiting_nbytes=waiting_nbytes)
+
+
+def _waiting_nbytes(plan: Plan, found: Sequence[SegmentBytes]) -> int:
+    """Bytes of the device that a forward leaves for its backward."""
+    if plan.in_flight == 1:
+        return 0
+    left_nbytes = found[len(plan.graph_segments("forward")) - 1].exit_nbytes
+    return max(left_nbytes, sum(value.nbytes for value in plan.saved)) - plan.copies_nbytes
 
 
 def corrected(schedule: Schedule, segments: Sequence[Segment], found: Sequence[SegmentBytes]) -> Schedule:

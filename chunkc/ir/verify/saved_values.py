@@ -87,3 +87,25 @@ def check_moves(plan: Plan) -> None:
     for segment in plan.segments:
         if not 0 <= segment.away_nbytes <= segment.live_nbytes:
             raise PlanError(f"{segment.name} has {segment.live_nbytes} live bytes, of which {segment.away_nbytes} away")
+    _check_waiting(plan)
+
+
+def _check_waiting(plan: Plan) -> None:
+    """Check that every segment counts what the other micro-batches in flight hold of the device."""
+    if plan.in_flight == 1:
+        if plan.waiting_nbytes:
+            raise PlanError(f"one micro-batch is in flight, and others are to hold {plan.waiting_nbytes} bytes")
+        return
+    kept_nbytes = sum(value.nbytes for value in plan.saved) - plan.copies_nbytes
+    if plan.waiting_nbytes < kept_nbytes:
+        raise PlanError(
+            f"a micro-batch in flight keeps {kept_nbytes} bytes for backward on the device, and {plan.waiting_nbytes} "
+            "are counted"
+        )
+    others_nbytes = (plan.in_flight - 1) * plan.waiting_nbytes
+    for segment in plan.segments:
+        if segment.live_nbytes - segment.away_nbytes < others_nbytes:
+            raise PlanError(
+                f"{segment.name} has {segment.live_nbytes - segment.away_nbytes} live bytes, and the other "
+                f"{plan.in_flight - 1} micro-batches in flight hold {others_nbytes}"
+            )

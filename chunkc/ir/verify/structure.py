@@ -201,7 +201,7 @@ def _check_memory(plan: Plan) -> None:
         raise PlanError(f"memory states an arena of {memory.arena_nbytes} bytes, the layout {layout.arena_nbytes}")
     for tier in SLOWER_TIERS:
         needed, budget = memory.needs[tier], memory.budgets[tier]
-        taken = layout.nbytes_in(tier) + (plan.copies_nbytes if tier is Tier.HOST else 0)
+        taken = layout.nbytes_in(tier) + (plan.all_copies_nbytes if tier is Tier.HOST else 0)
         if needed != taken:
             raise PlanError(f"memory states {needed} {tier} bytes, homes and copies take {taken}")
         if needed > budget:
@@ -214,6 +214,8 @@ def _check_memory(plan: Plan) -> None:
 def _check_programs(plan: Plan) -> None:
     if plan.accumulate < 1:
         raise PlanError(f"an iteration has one micro-batch or more, not {plan.accumulate}")
+    if not 1 <= plan.in_flight <= plan.accumulate:
+        raise PlanError(f"of {plan.accumulate} micro-batches, {plan.in_flight} cannot be in flight")
     keys: list[Key] = [("evaluate", "first", True)] if plan.is_evaluation else [(r, "first", True) for r in _TRAINING]
     keys += [("backward", "later", True)] if plan.accumulate > 1 else []
     keys += _DEFERRING if plan.defers_reduction else ()

@@ -106,7 +106,8 @@ class Executor:
 
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
-        counted = [p.name for p in self.plan.programs if p.is_repeated]
+        in_flight = () if self.plan.in_flight == 1 else ("abandon", "resume")
+        counted = [p.name for p in self.plan.programs if p.is_repeated or p.name in in_flight]
         if self.plan.accumulate > 1:
             counted = [name for name in counted if name in self._counted_programs]
         return sum(self._env.moved_nbytes.get((name, stream), 0) for name in counted)

@@ -190,9 +190,11 @@ class CopyPool:
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     def prepare(self, plan: Plan) -> None:
-        """Have a buffer for one forward of ``plan``, if none is as large; BudgetError where there is no room."""
-        if plan.moves and all(len(buffer.memory) < plan.copies_nbytes for buffer in self._buffers):
-            self._take(plan)
+        """Have a buffer for each forward of ``plan`` in flight; BudgetError where there is no room."""
+        if plan.moves:
+            num_fitting = sum(len(buffer.memory) >= plan.copies_nbytes for buffer in self._buffers)
+            for _ in range(plan.in_flight - num_fitting):
+                self._add(plan)
 
     def begin(self, plan: Plan) -> SavedCopies | None:
         """The copies of a forward of ``plan`` that begins; None where nothing moves.
@@ -222,8 +224,11 @@ class CopyPool:
     def _take(self, plan: Plan) -> _Buffer:
         needed_nbytes = plan.copies_nbytes
         free = [b for b in self._buffers if b.is_free and len(b.memory) >= needed_nbytes]
-        if free:
-            return min(free, key=lambda b: len(b.memory))
+        return min(free, key=lambda b: len(b.memory)) if free else self._add(plan)
+
+    def _add(self, plan: Plan) -> _Buffer:
+        """A further buffer for one forward of ``plan``."""
+        needed_nbytes = plan.copies_nbytes
         self._make_room(needed_nbytes)
         missing_nbytes = needed_nbytes - self.device.free_host_nbytes()
         if missing_nbytes > 0:
