@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat.core import Finalizer, without_weight_references
+from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.compiler.capture_session import Settings
 from chunkc.compiler.compiled_model import CompiledModel
 from chunkc.compiler.compiled_model import compiled_of as _compiled
@@ -29,6 +30,7 @@ from chunkc.compiler.validation import (
     is_mixed,
     needs_scaling,
     param_infos,
+    plan_options,
     reduction_nbytes,
     unique_params,
 )
@@ -36,21 +38,21 @@ from chunkc.cost.rates import known_rates
 from chunkc.distributed import job
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.process_group import Ranks
+from chunkc.distributed.stages import check_unscaled
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import Budget
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.tiers import Tier
-from chunkc.passes import ACTIVATIONS, Activations, Pass, PlanOptions, Target, budgets_of
+from chunkc.passes import Activations, Pass, Target, budgets_of
 from chunkc.progress import shown
 from chunkc.report import Plan
 from chunkc.runtime.devices.host_slab import map_private
+from chunkc.runtime.model.grad_clipping import clip_together
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
 from chunkc.runtime.update.loss_scale import LossScale
-from chunkc.runtime.update.rules import states_of
 from chunkc.weights.initial import moved_buffers
 from chunkc.weights.streamed import stream_saves
 
@@ -70,6 +72,7 @@ def compile(  # the name that torch.compile taught users
     accumulate: int = 1,
     in_flight: int = 1,
     shard: str = "all",
+    mesh: DeviceMesh | None = None,
     reduce_dtype: torch.dtype | None = None,
     fullgraph: bool = False,
     example_inputs: Examples | None = None,
@@ -104,6 +107,9 @@ def compile(  # the name that torch.compile taught users
             each saves for backward is planned for; with more of them, the plan is made again, or BudgetError raised.
         shard: over several nodes, ``"all"``: all ranks divide the model data; ``"node"``: those of a node do, and every
             node has all of it, so that only gradients go between nodes.
+        mesh: a ``DeviceMesh`` of all ranks: stages of a pipeline (``pp``), ranks that copy model data
+            (``dp_replicate``), and ranks that divide it (``dp_shard``). ``model`` is then the stage that this rank
+            trains, or one of them. None: as ``shard`` says.
         reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
             dtype, gloo in float32; ``torch.float32``: in that by NCCL, too, through 32 MiB of the device's memory.
         fullgraph: refuse forwards that break into several graphs.
@@ -127,23 +133,26 @@ def compile(  # the name that torch.compile taught users
         HardwareError: for an ``hw`` that cannot be used.
     """
     examples = examples_of(example_inputs)
-    options = _options(chunk_size, activations, accumulate, in_flight, optimizer)
+    options = plan_options(chunk_size, activations, accumulate, in_flight, optimizer)
     check_model(model)
     job.join()
     machine, device = device_for(hw)
-    world_size, num_replicas = machine.job_sharding(shard)
+    layout = job.lay_out(mesh, machine, shard)
+    num_replicas = layout.num_replicas
     reserve += reduction_nbytes(reduce_dtype, machine, machine.num_gpus, num_replicas)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
     in_fp32 = fp32_modules(model, keep_fp32, computed)
     infos = param_infos(model, computed, in_fp32.params)
     factor = _loss_scale(loss_scale, infos)
+    if factor is not None:
+        check_unscaled(layout)
     mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
     compiler = SegmentCompiler.of(backend)
-    ranks = job.make_ranks(device.torch_device, world_size, map_private, adds_in_float32=reduce_dtype is not None)
-    if ranks.size > 1:
+    ranks = job.make_ranks(device.torch_device, layout, map_private, adds_in_float32=reduce_dtype is not None)
+    if ranks.of_job.size > 1:
         with ranks.agreement_scope():
             count_libraries(device)
     cores = update_cores(device, ranks)
@@ -154,7 +163,7 @@ def compile(  # the name that torch.compile taught users
             Tier.DEVICE: Budget(device.device_budget_nbytes, device.overhead_nbytes, device.leaves_slack),
             Tier.HOST: Budget(device.host_budget_nbytes, device.kept_host_nbytes),
         },
-        world_size=world_size,
+        world_size=layout.num_sharing,
         rank=ranks.shard_rank,
         num_replicas=num_replicas,
         rates=known_rates(at_hand(machine, device, cores, ranks)),
@@ -236,7 +245,7 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
-    options = _options(chunk_size, activations, accumulate, in_flight, optimizer)
+    options = plan_options(chunk_size, activations, accumulate, in_flight, optimizer)
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
@@ -267,22 +276,6 @@ def plan(
             passes=passes,
             gpu=machine.compute_capability,
         )
-
-
-def _options(
-    chunk_size: int | str, activations: Activations, accumulate: int, in_flight: int, optimizer: str
-) -> PlanOptions:
-    if activations not in ACTIVATIONS:
-        names = ", ".join(map(repr, ACTIVATIONS))
-        raise ChunkcError(f"activations must be one of {names}, got {activations!r}")
-    return PlanOptions(
-        chunk_numel=_chunk_numel(chunk_size),
-        accumulate=_micro_batches(accumulate),
-        in_flight=_in_flight(in_flight, accumulate),
-        state_spec=states_of(optimizer),
-        activations=activations,
-        moved_share=1.0 if activations == "offload" else 0.0,
-    )
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -335,7 +328,7 @@ def stats(model: nn.Module) -> dict[str, int]:
     }
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(model: nn.Module | Sequence[nn.Module], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip a compiled model's gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Call it between ``backward()`` and ``step()``. The norm is over all parameters that have a gradient, whichever
@@ -350,7 +343,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     plan has no room for the tables of norms.
 
     Args:
-        model: from `compile`.
+        model: from `compile`; stages of a pipeline are clipped by the norm of all stages, and a rank that trains
+            several hands over all of them, in any order.
         max_norm: of all gradients together.
         norm_type: of the norm; any that ``torch.linalg.vector_norm`` knows.
 
@@ -358,10 +352,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         The norm before clipping: float32 [], on the model's device. To read it waits for backward.
 
     Raises:
-        ChunkcError: when the gradients were already stepped.
+        ChunkcError: when the gradients were already stepped, and for some of a rank's stages.
     """
-    runtime = _compiled(model).runtime
-    return runtime.transactions.run(lambda: runtime.clipping.clip(float(max_norm), float(norm_type)))
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    if not models:
+        raise ChunkcError("there is no model whose gradients could be clipped")
+    return clip_together([_compiled(each).runtime.clipping for each in models], float(max_norm), float(norm_type))
 
 
 def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
@@ -375,21 +371,6 @@ def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
             buffer.copy_(value)
 
 
-def _micro_batches(accumulate: int) -> int:
-    if not isinstance(accumulate, int) or not 1 <= accumulate <= MAX_MICRO_BATCHES:
-        raise ChunkcError(f"accumulate={accumulate!r}: give the backwards before a step, 1 to {MAX_MICRO_BATCHES:,}")
-    return accumulate
-
-
-def _in_flight(in_flight: int, accumulate: int) -> int:
-    if not isinstance(in_flight, int) or not 1 <= in_flight <= accumulate:
-        raise ChunkcError(
-            f"in_flight={in_flight!r}: give the micro-batches whose backward is still to come, 1 to "
-            f"accumulate={accumulate}"
-        )
-    return in_flight
-
-
 def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | None:
     """The scale to begin with; None where none is needed."""
     if loss_scale == "dynamic":
@@ -397,14 +378,6 @@ def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | 
     if not isinstance(loss_scale, int | float) or not 0.0 < loss_scale < float("inf"):
         raise ChunkcError(f"loss_scale={loss_scale!r}: give a positive number, or 'dynamic'")
     return float(loss_scale)
-
-
-def _chunk_numel(chunk_size: int | str) -> int | None:
-    if chunk_size == "auto":
-        return None
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ChunkcError(f"chunk_size={chunk_size!r}: give a positive number of elements, or 'auto'")
-    return chunk_size
 
 
 __all__ = ["clip_grad_norm_", "compile", "full_params", "plan", "plan_of", "stats"]

@@ -59,16 +59,26 @@ def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequ
     return own[0]
 
 
-def new_mesh(backend: str, timeout: timedelta, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh:
-    """Lay the job's ranks out by ``shape``, the sizes of named dimensions, with new groups along each.
+def new_mesh(
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    shape: Mapping[str, int],
+    stages: Sequence[Sequence[int]] = (),
+) -> DeviceMesh:
+    """Lay the ranks of this one's stage out by ``shape``, the sizes of named dimensions, with new groups along each.
 
-    Every rank calls this at the same time. Ranks that follow each other differ along the last dimension.
-    ``init_device_mesh`` takes neither a timeout nor the device that NCCL binds, and shares the job's own group.
+    Every rank of the job calls this at the same time. ``stages``: their ranks; none: all ranks are one stage. Ranks
+    that follow each other differ along the last dimension. ``init_device_mesh`` takes neither a timeout nor the device
+    that NCCL binds, and shares the job's own group.
     """
-    ranks = torch.arange(job_size(), device="cpu").view(*shape.values())
-    lines = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(shape.values())]
-    groups = [new_group(backend, timeout, device, of_dim) for of_dim in lines]
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(shape))
+    grids = [torch.tensor(list(ranks), device="cpu").view(*shape.values()) for ranks in stages or [range(job_size())]]
+    groups = []
+    for dim, size in enumerate(shape.values()):
+        lines = [line for grid in grids for line in grid.movedim(dim, -1).reshape(-1, size).tolist()]
+        groups.append(new_group(backend, timeout, device, lines))
+    own = next(grid for grid in grids if job_rank() in grid)
+    return DeviceMesh.from_group(groups, device.type, own, mesh_dim_names=tuple(shape))
 
 
 def end_group(group: Group) -> None:

@@ -170,7 +170,7 @@ def update_cores(device: SharedDevice, ranks: Ranks) -> HostCores | None:
 
     Beside other ranks they are its own; beside a GPU some are left to the launching threads.
     """
-    cores = own_cores(ranks) if ranks.size > 1 else None
+    cores = own_cores(ranks.of_job) if ranks.of_job.size > 1 else None
     if not isinstance(device, SharedCuda):
         return cores  # the emulated device computes on them too
     return leaving_launcher(cores)

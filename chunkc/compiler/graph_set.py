@@ -298,7 +298,8 @@ class GraphSet:
         """A layout for all of ``graphs``; ``leaves_room``: for more activations."""
         schedules = [self._as_it_runs(graph, request).schedule for graph in graphs]
         schedule, cuts = join(schedules, graphs[0].also_trained)
-        options = replace(request.options, cuts=cuts)
+        in_flight = request.options.in_flight if all(graph.is_in_flight for graph in graphs) else 1
+        options = replace(request.options, cuts=cuts, in_flight=in_flight)
         plan = make_plan(schedule, request.target, options, passes=request.passes).plan
         for part in (1, 2, 4) if leaves_room else ():
             room_nbytes = plan.memory.nonmodel_nbytes // part

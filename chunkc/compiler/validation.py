@@ -16,7 +16,10 @@ from torch.nn.parameter import UninitializedParameter
 from chunkc.distributed.data_group import STAGING_NBYTES
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
+from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES, ParamInfo
+from chunkc.passes import ACTIVATIONS, Activations, PlanOptions
+from chunkc.runtime.update.rules import states_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
@@ -199,3 +202,43 @@ def param_infos(
             )
         )
     return infos
+
+
+def plan_options(
+    chunk_size: int | str, activations: Activations, accumulate: int, in_flight: int, optimizer: str
+) -> PlanOptions:
+    """The planner's options for those of ``compile``; ChunkcError for values that no plan could honour."""
+    if activations not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ChunkcError(f"activations must be one of {names}, got {activations!r}")
+    return PlanOptions(
+        chunk_numel=_chunk_numel(chunk_size),
+        accumulate=_micro_batches(accumulate),
+        in_flight=_in_flight(in_flight, accumulate),
+        state_spec=states_of(optimizer),
+        activations=activations,
+        moved_share=1.0 if activations == "offload" else 0.0,
+    )
+
+
+def _micro_batches(accumulate: int) -> int:
+    if not isinstance(accumulate, int) or not 1 <= accumulate <= MAX_MICRO_BATCHES:
+        raise ChunkcError(f"accumulate={accumulate!r}: give the backwards before a step, 1 to {MAX_MICRO_BATCHES:,}")
+    return accumulate
+
+
+def _in_flight(in_flight: int, accumulate: int) -> int:
+    if not isinstance(in_flight, int) or not 1 <= in_flight <= accumulate:
+        raise ChunkcError(
+            f"in_flight={in_flight!r}: give the micro-batches whose backward is still to come, 1 to "
+            f"accumulate={accumulate}"
+        )
+    return in_flight
+
+
+def _chunk_numel(chunk_size: int | str) -> int | None:
+    if chunk_size == "auto":
+        return None
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ChunkcError(f"chunk_size={chunk_size!r}: give a positive number of elements, or 'auto'")
+    return chunk_size

@@ -10,8 +10,9 @@ from chunkc._torch_compat import distributed as dist
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.process_group import JobRanks, Ranks
-from chunkc.errors import RankError
-from chunkc.hardware import present_gpu
+from chunkc.distributed.stages import StageLine, StageMesh
+from chunkc.errors import ChunkcError, RankError
+from chunkc.hardware import Hardware, present_gpu
 
 
 def join() -> None:
@@ -41,20 +42,53 @@ def is_first_rank() -> bool:
     return dist.job_rank() == 0 if dist.is_in_job() else os.environ.get("RANK", "0") == "0"
 
 
-def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
-    """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
+def lay_out(mesh: dist.DeviceMesh | None, machine: Hardware, shard: str) -> StageMesh:
+    """The job's ranks on ``machine`` by ``mesh``, or, where it is None, one stage as ``shard`` divides model data.
 
-    All ranks make theirs at the same time, in the same order of models; RankError when some do not. ``allocate``:
-    uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
+    Raises:
+        ChunkcError: for a mesh that is not of just these ranks, has other dimensions, or contradicts ``shard``.
+    """
+    num_sharing, num_replicas = machine.job_sharding(shard)
+    if mesh is None:
+        return StageMesh.of_data(num_sharing * num_replicas, num_sharing)
+    if shard != "all":
+        raise ChunkcError(f"shard={shard!r} beside mesh=: name the dimensions dp_replicate and dp_shard of the mesh")
+    return StageMesh.of(mesh, num_sharing * num_replicas)
+
+
+def make_ranks(device: torch.device, mesh: StageMesh, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
+    """Make the ranks of a model on ``device``: those of this rank's stage of ``mesh``.
+
+    All ranks of the job make theirs at the same time, in the same order of models; RankError when some do not.
+    ``allocate``: uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
     """
     if not dist.is_in_job() or dist.job_size() == 1:
         return Ranks()
     rank, size, store = dist.job_rank(), dist.job_size(), dist.job_store()
     number = int(store.add(f"chunkc/models/{rank}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = JobRanks(rank, size, dist.job_timeout(), store, number)
-    shared = f"model data is divided over {num_sharing} ranks of {size}, gradients are added up "
+    timeout = dist.job_timeout()
+    ranks: Ranks = JobRanks(rank, size, timeout, store, number)
+    shared = f"model data is divided over {mesh.num_sharing} ranks of {size}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
-    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
-    ranks.connect(backend, device, num_sharing, allocate, adds_in_float32=adds_in_float32)
+    stages = [f"stage {stage} is of ranks {ranks}" for stage, ranks in enumerate(mesh.stages) if mesh.num_stages > 1]
+    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared, *stages])
+    if mesh.num_stages > 1:
+        line = StageLine(mesh, rank, backend, device, store, timeout)
+        ranks = _of_stage(mesh, rank, number, ranks)
+        ranks.line = line
+    if isinstance(ranks, JobRanks):
+        ranks.connect(backend, device, mesh.num_sharing, allocate, adds_in_float32=adds_in_float32)
+    return ranks
+
+
+def _of_stage(mesh: StageMesh, rank: int, number: int, of_job: Ranks) -> Ranks:
+    """The ranks of this one's stage, for ``rank`` of the job."""
+    stage = mesh.stage_of(rank)
+    own = mesh.stages[stage]
+    ranks = Ranks()
+    if len(own) > 1:
+        name = f"{number}/stage {stage}"
+        ranks = JobRanks(own.index(rank), len(own), dist.job_timeout(), dist.job_store(), name, mesh.stages)
+    ranks.all_stages = of_job
     return ranks

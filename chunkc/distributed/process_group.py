@@ -16,7 +16,7 @@ When a collective fails or times out, every later one of this rank fails at once
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Final, TypeVar
@@ -46,6 +46,7 @@ from chunkc.distributed.agreement import (
 from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.failure_reports import FailureReports
 from chunkc.distributed.gloo import Allocator
+from chunkc.distributed.stages import StageLine
 from chunkc.errors import RankError
 
 DP_REPLICATE: Final = "dp_replicate"
@@ -57,13 +58,25 @@ G = TypeVar("G")
 class Ranks:
     """One rank alone. Methods are collective among several ranks: all call them in the same order.
 
-    ``shard_rank``: its place among the ranks that divide the model data of its ``replica``.
+    In a pipeline these are the ranks of one stage.
+
+    Attributes:
+        shard_rank: its place among the ranks that divide the model data of its ``replica``.
+        line: the ranks with this one's place in the other stages; None where there is no pipeline.
+        all_stages: all ranks of the job; None where they are one stage.
     """
 
     rank = 0
     size = 1
     shard_rank = 0
     replica = 0
+    line: StageLine | None = None
+    all_stages: Ranks | None = None
+
+    @property
+    def of_job(self) -> Ranks:
+        """All ranks of the job."""
+        return self.all_stages or self
 
     @property
     def is_first(self) -> bool:
@@ -126,20 +139,33 @@ class Ranks:
 
     def close(self) -> None:
         """Nothing is exchanged any more; idempotent."""
+        if self.line is not None:
+            self.line.close()
+        if self.all_stages is not None:
+            self.all_stages.close()
 
 
 class JobRanks(Ranks):
     """The ranks of a torch.distributed job; ``number`` of this object is the same on all of them.
 
-    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange.
+    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange. ``stages``: the
+    job's ranks of each, where one of them, with ``rank`` as the place of this one, is what this object stands for.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta, store: Store, number: int | str) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        store: Store,
+        number: int | str,
+        stages: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.rank, self.size, self._stages = rank, size, stages
         self._timeout, self._store, self._number = timeout, store, number
         self._failures = FailureReports(store, f"chunkc/{number}", rank, size, timeout)
         self._concurrent: JobRanks | None = None
-        self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"), [range(size)])
+        self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"), stages or [range(size)])
         self._data_groups: dict[str, DataGroup] = {}
         self._num_agreements = 0
 
@@ -211,7 +237,8 @@ class JobRanks(Ranks):
         """Make the mesh, whose groups exchange payloads on ``device``; all ranks call this together."""
         sizes = {DP_REPLICATE: self.size // num_sharing, DP_SHARD: num_sharing}
         try:
-            mesh = new_mesh(backend, self._timeout, device, {dim: n for dim, n in sizes.items() if n > 1})
+            shape = {dim: n for dim, n in sizes.items() if n > 1}
+            mesh = new_mesh(backend, self._timeout, device, shape, self._stages)
             for dim in mesh.mesh_dim_names or ():
                 is_direct = backend == "gloo"
                 group = DataGroup(mesh[dim], allocate, is_direct=is_direct, adds_in_float32=adds_in_float32)
@@ -268,10 +295,12 @@ class JobRanks(Ranks):
             group.close()
         if self._concurrent is not None:
             self._concurrent.close()
+        super().close()
 
     def concurrent(self) -> Ranks:
         if self._concurrent is None:
-            self._concurrent = JobRanks(self.rank, self.size, self._timeout, self._store, f"{self._number}/concurrent")
+            number = f"{self._number}/concurrent"
+            self._concurrent = JobRanks(self.rank, self.size, self._timeout, self._store, number, self._stages)
             self._concurrent.shard_rank, self._concurrent.replica = self.shard_rank, self.replica
         return self._concurrent
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from chunkc.distributed.agreement import Kind, Lines
+from chunkc.distributed.stages import StageLine, check_unscaled, common_line
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.protocol import Event
@@ -64,9 +65,21 @@ class GradClipping:
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; see ``chunkc.clip_grad_norm_``."""
+        return self._state.transactions.run(lambda: _clip_by_one_norm([self], max_norm, norm_type))
+
+    @property
+    def line(self) -> StageLine | None:
+        """The ranks with this one's place in the other stages of a pipeline."""
+        return self._ranks.line
+
+    def norm(self, max_norm: float, norm_type: float) -> tuple[frozenset[int], torch.Tensor]:
+        """The parameters with gradients, which are about to be clipped, and the norm of these: float32 []."""
+        return self._state.transactions.run(lambda: self._norm(max_norm, norm_type))
+
+    def _norm(self, max_norm: float, norm_type: float) -> tuple[frozenset[int], torch.Tensor]:
         present = self._agree_on_gradients(f"clipping to {max_norm} by the {norm_type}-norm")
         if not present:
-            return torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
+            return present, torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         table = self._measured(present)
         if table is not None and norm_type == 2.0:
             norm, factor = self._on_compute(table.total_norm, table.ready), self._gradients.factor
@@ -75,11 +88,23 @@ class GradClipping:
             norms = [torch.linalg.vector_norm(g, norm_type) for g in self._values.exact(present) if g.numel()]
             stacked = torch.stack(norms) if norms else torch.zeros(1, device=self._device.torch_device)
             norm = torch.as_tensor(torch.linalg.vector_norm(stacked, norm_type)).to(torch.float32)
-        self._multiply(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
+        return present, norm
+
+    def over_stages(self, line: StageLine, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """The norm of the gradients of all stages, of which this rank's have ``norm``: float32 [], on the device."""
+        own = norm.to(torch.float64)
+        of_stages = self._state.transactions.run(lambda: self._on_compute(lambda: line.collect(own), ()))
+        return torch.as_tensor(torch.linalg.vector_norm(of_stages, norm_type)).to(torch.float32)
+
+    def multiply_by(self, present: frozenset[int], max_norm: float, norm: torch.Tensor) -> None:
+        """Clip the gradients of ``present`` to ``max_norm`` by the ``norm`` of all."""
+        if present:
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            self._state.transactions.run(lambda: self._multiply(present, factor))
 
     def unscale(self, inverse: torch.Tensor, scaler: Lines) -> torch.Tensor | None:
         """Multiply all gradients by ``inverse``; 1 where one is not finite, else 0, None without any."""
+        check_unscaled(self.line)
         if not self.is_scaled_outside:
             raise ChunkcError(
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
@@ -143,3 +168,27 @@ class GradClipping:
         results = list[torch.Tensor]()
         self._device.launch(Stream.COMPUTE, "read the norms", waits, lambda: results.append(read()))
         return results[0]
+
+
+def clip_together(clippings: Sequence[GradClipping], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Clip the gradients of the models of this process by one norm, and of all stages that these are of.
+
+    Raises:
+        ChunkcError: for models of which some are stages of a pipeline, or that are not all of this process's.
+    """
+    if len(clippings) == 1:
+        return clippings[0].clip(max_norm, norm_type)
+    return _clip_by_one_norm(clippings, max_norm, norm_type)
+
+
+def _clip_by_one_norm(clippings: Sequence[GradClipping], max_norm: float, norm_type: float) -> torch.Tensor:
+    line = common_line([clipping.line for clipping in clippings])
+    found = [clipping.norm(max_norm, norm_type) for clipping in clippings]
+    norm = found[0][1]
+    if len(found) > 1:
+        norm = torch.as_tensor(torch.linalg.vector_norm(torch.stack([own for _, own in found]), norm_type))
+    if line is not None:
+        norm = clippings[0].over_stages(line, norm, norm_type)
+    for clipping, (present, _) in zip(clippings, found, strict=True):
+        clipping.multiply_by(present, max_norm, norm)
+    return norm

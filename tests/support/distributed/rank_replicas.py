@@ -15,6 +15,7 @@ from chunkc.compiler.compiled_model import compiled_of
 from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.job import make_ranks
 from chunkc.distributed.process_group import DP_REPLICATE, DP_SHARD
+from chunkc.distributed.stages import StageMesh
 from chunkc.runtime.devices.host_slab import map_private
 
 TWO_NODES = "2x2xemulated-640k-64m"
@@ -67,7 +68,13 @@ def data_groups(num_sharing: int) -> list[tuple[tuple[int, int], dict[str, tuple
     """This rank's coordinates in two models, both closed then, with ranks and timeout of its groups."""
     before = num_groups()
     models: list[Any] = [
-        make_ranks(torch.device("cpu"), num_sharing, map_private, adds_in_float32=False) for _ in range(2)
+        make_ranks(
+            torch.device("cpu"),
+            StageMesh.of_data(torch.distributed.get_world_size(), num_sharing),
+            map_private,
+            adds_in_float32=False,
+        )
+        for _ in range(2)
     ]
     found = [((ranks.replica, ranks.shard_rank), described_groups(ranks)) for ranks in models]
     assert num_groups() == before + sum(1 + len(groups) for _, groups in found)

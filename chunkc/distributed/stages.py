@@ -1,0 +1,162 @@
+"""Stages of a pipeline: which ranks train each, and what goes between stages beside activations and their gradients.
+
+Of four ranks under ``pp=2,dp_shard=2``:
+
+    ranks      0 1   2 3           train the parameters of one stage, or of several where schedules interleave
+    lines      0 and 2, 1 and 3    have the same place in all stages: they exchange norms of gradients
+
+Activations and their gradients are sent by ``torch.distributed.pipelining``. Each stage is a compiled model of its own
+with an optimizer of its own; only the norm by which gradients are clipped is one of all stages together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+
+from chunkc._torch_compat.distributed import DeviceMesh, Group, Store, all_gather, end_group, new_group
+from chunkc.errors import ChunkcError, RankError
+
+PP: Final = "pp"
+DIMENSIONS: Final = (PP, "dp_replicate", "dp_shard")
+"""Dimensions that a mesh may have; neighbours along the last have neighbouring chunks."""
+
+_EXAMPLE: Final = 'init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp_shard"))'
+
+
+@dataclass(frozen=True, slots=True)
+class StageMesh:
+    """The ranks of a job by their places along `DIMENSIONS`; ``name`` tells meshes of one job apart."""
+
+    num_stages: int
+    num_replicas: int
+    num_sharing: int
+    ranks: tuple[int, ...]
+    name: str = ""
+
+    @staticmethod
+    def of(mesh: DeviceMesh, num_ranks: int) -> StageMesh:
+        """The places that ``mesh`` gives the ``num_ranks`` of a job; ChunkcError where it is not of just these."""
+        names = mesh.mesh_dim_names
+        if names is None or not set(names) <= set(DIMENSIONS):
+            found = "without names" if names is None else ", ".join(map(repr, names))
+            raise ChunkcError(
+                f"the mesh has dimensions {found}; supported are {', '.join(DIMENSIONS)}: stages of a pipeline, ranks "
+                f"that copy chunks, and ranks that divide them, as in {_EXAMPLE}"
+            )
+        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+        order = [names.index(name) for name in DIMENSIONS if name in names]
+        ranks = mesh.mesh.permute(order).flatten().tolist()
+        if sorted(ranks) != list(range(num_ranks)):
+            raise ChunkcError(
+                f"the mesh has ranks {sorted(ranks)[:8]}, and the job has ranks 0 to {num_ranks - 1}: hand over the "
+                "mesh of the whole job, with each rank once"
+            )
+        num_stages, num_replicas, num_sharing = (int(sizes.get(name, 1)) for name in DIMENSIONS)
+        name = str(mesh.get_group(PP).group_name) if PP in sizes else ""
+        return StageMesh(num_stages, num_replicas, num_sharing, tuple(ranks), name)
+
+    @staticmethod
+    def of_data(num_ranks: int, num_sharing: int) -> StageMesh:
+        """No pipeline: ``num_ranks`` of which every ``num_sharing`` neighbours divide chunks."""
+        return StageMesh(1, num_ranks // num_sharing, num_sharing, tuple(range(num_ranks)))
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage, by replica and then by place along ``dp_shard``."""
+        size = self.num_replicas * self.num_sharing
+        return tuple(self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
+
+    @property
+    def lines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks with the same place in all stages, first stages first."""
+        return tuple(zip(*self.stages, strict=True))
+
+    def stage_of(self, rank: int) -> int:
+        """The number of the stage that a rank of the job trains."""
+        return next(number for number, ranks in enumerate(self.stages) if rank in ranks)
+
+
+class StageLine:
+    """The ranks of a job that have this one's place in the other stages; all make theirs at the same time.
+
+    ``rank``: of the job. Several models of one process may be stages over the same mesh: each counts itself.
+    """
+
+    def __init__(
+        self, mesh: StageMesh, rank: int, backend: str, device: torch.device, store: Store, timeout: timedelta
+    ):
+        self.num_stages = mesh.num_stages
+        self.mesh_name = mesh.name
+        self._store, self._key = store, f"chunkc/stages/{mesh.name}/{rank}"
+        self._group: Group | None = new_group(backend, timeout, device, mesh.lines)
+        store.add(self._key, 1)
+
+    @property
+    def num_models(self) -> int:
+        """Models of this process that are stages over the same mesh."""
+        return int(self._store.add(self._key, 0))
+
+    def collect(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` ([], on the device of the group) of all stages' ranks: [num_stages], the same on all of them.
+
+        Raises:
+            RankError: when another stage has ended, or does not come within the job's timeout.
+        """
+        rows = torch.empty(self.num_stages, dtype=value.dtype, device=value.device)
+        if self._group is None:
+            raise RankError("the compiled stage was deleted, and its groups with it")
+        try:
+            all_gather(self._group, rows, value.reshape(1).contiguous())
+        except RuntimeError as error:
+            raise RankError(
+                "the stages of a pipeline clip their gradients by one norm, and another stage has ended, failed, or "
+                f"did not clip in this step: call chunkc.clip_grad_norm_ on every rank. torch says: {error}"
+            ) from error
+        return rows
+
+    def close(self) -> None:
+        """Exchange nothing any more; idempotent. A GPU's group ends with the job, since its end is a collective."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self._leave()
+        if group.name() == "gloo":
+            end_group(group)
+
+    def _leave(self) -> None:
+        try:
+            self._store.add(self._key, -1)
+        except RuntimeError:  # the store has gone with the rank that held it
+            return
+
+
+def common_line(lines: Sequence[StageLine | None]) -> StageLine | None:
+    """The line of models that are clipped together; None where they are stages of no pipeline.
+
+    Raises:
+        ChunkcError: where some are and others are not, or where stages of this process are left out.
+    """
+    first = lines[0]
+    if any((line and line.mesh_name) != (first and first.mesh_name) for line in lines):
+        raise ChunkcError("models that are clipped by one norm are stages over one mesh, all of them or none")
+    if first is not None and first.num_models != len(lines):
+        raise ChunkcError(
+            f"this process has {first.num_models} stages over the mesh, and {len(lines)} of them are to be clipped by "
+            "the norm of all: call chunkc.clip_grad_norm_([first_stage, second_stage], max_norm) before the steps, "
+            "and leave max_grad_norm= of the optimizers away"
+        )
+    return first
+
+
+def check_unscaled(pipeline: StageMesh | StageLine | None) -> None:
+    """Refuse, by ChunkcError, a loss scale in a stage, whose decision to skip a step other stages do not share."""
+    if pipeline is not None and pipeline.num_stages > 1:
+        raise ChunkcError(
+            "stages of a pipeline cannot scale gradients of fp16: a stage that overflows would skip a step that others "
+            "take. Train in bfloat16 (dtype=torch.bfloat16) or fp32"
+        )

@@ -1,0 +1,90 @@
+"""Pipelines of torch.distributed.pipelining over compiled stages train as one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from job import JobError, Pool
+from rank_pipeline import OPTIONS, Pipeline, Trained, train, train_plainly
+
+pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
+TIGHT = "emulated-330k-64m"
+"""Chunks of each stage move."""
+
+
+def check(found: Sequence[Trained], work: Pipeline) -> None:
+    """Every element equals plain PyTorch's within a thousandth of an update (lr); losses do, where there are any."""
+    wanted, seen = train_plainly(work), set[str]()
+    for of_rank in found:
+        for name, value in of_rank.params.items():
+            atol = 1e-3 * OPTIONS["lr"]
+            torch.testing.assert_close(value, wanted.params[name], rtol=0, atol=atol, msg=lambda m, n=name: n + m)
+        seen |= of_rank.params.keys()
+    assert seen == wanted.params.keys()
+    losses = [of_rank.losses for of_rank in found if of_rank.losses]
+    mean = [sum(of_step) / len(losses) for of_step in zip(*losses, strict=True)]
+    assert mean == pytest.approx(wanted.losses, rel=1e-5)
+
+
+def check_budgets(found: Sequence[Trained], *, moves: bool) -> None:
+    for stats in (s for of_rank in found for s in of_rank.stats):
+        assert stats["planned_peak_nbytes"] <= stats["budget_nbytes"]
+        assert (stats["planned_h2d_nbytes"] > 0) == moves
+        for stream in ("h2d", "d2h", "comm"):
+            assert stats[f"{stream}_nbytes"] == stats[f"planned_{stream}_nbytes"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_two_stages_train_as_one_process(schedule: str, two_ranks: Pool) -> None:
+    """By 1F1B the stages differ in what is in flight; the loss is taken outside and inside of the last stage."""
+    work = Pipeline(schedule, hw=TIGHT, loss_in_stage=schedule == "gpipe")
+    found = two_ranks.run(train, work)
+    check(found, work)
+    check_budgets(found, moves=True)
+
+
+@SLOW
+def test_the_optimizer_clips_by_the_norm_of_all_stages(two_ranks: Pool) -> None:
+    work = Pipeline(clips="by the optimizer")
+    check(two_ranks.run(train, work), work)
+
+
+@SLOW
+def test_stages_that_do_not_clip_together_are_noticed(two_ranks: Pool) -> None:
+    """The mutation: without clipping, parameters are not those of the run that clips."""
+    work = Pipeline(clips="never")
+    found = two_ranks.run(train, work)
+    with pytest.raises(AssertionError):
+        check(found, work)
+
+
+@SLOW
+def test_two_stages_on_each_rank_interleave(two_ranks: Pool) -> None:
+    work = Pipeline("interleaved")
+    check(two_ranks.run(train, work), work)
+
+
+@SLOW
+@pytest.mark.parametrize("clips", ["by the optimizer", "one by one"])
+def test_a_part_of_a_ranks_stages_is_not_clipped_alone(clips: str, two_ranks: Pool) -> None:
+    with pytest.raises(JobError, match="this process has 2 stages over the mesh, and 1 of them"):
+        two_ranks.run(train, Pipeline("interleaved", clips=clips))
+
+
+@SLOW
+@pytest.mark.parametrize("dimension", ["dp_shard", "dp_replicate"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_of_two_ranks_each(schedule: str, dimension: str, four_ranks: Pool) -> None:
+    work = Pipeline(schedule, {"pp": 2, dimension: 2})
+    check(four_ranks.run(train, work), work)
+
+
+@SLOW
+def test_stages_of_two_ranks_each_within_a_tight_budget(four_ranks: Pool) -> None:
+    work = Pipeline("1f1b", {"pp": 2, "dp_shard": 2}, hw="emulated-400k-64m")
+    found = four_ranks.run(train, work)
+    check(found, work)
+    check_budgets(found, moves=True)

@@ -1,0 +1,137 @@
+"""Pipelines of ``torch.distributed.pipelining`` whose stages chunkc compiles, and the run that they must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from staged_gpt import LENGTH, VOCABULARY, WIDTH, Part, batch_of, loss_of, parts_of
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
+
+import chunkc
+
+NUM_MICRO_BATCHES, MICRO_BATCH = 4, 2
+OPTIONS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
+MAX_NORM = 0.7
+SCHEDULES = {
+    "1f1b": pipelining.Schedule1F1B,
+    "gpipe": pipelining.ScheduleGPipe,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What ranks train: ``mesh`` has sizes of dimensions, the first of which is ``pp``."""
+
+    schedule: str = "1f1b"
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"pp": 2})
+    hw: str = "emulated-16m-64m"
+    num_steps: int = 3
+    clips: str = "together"
+    loss_in_stage: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_parts(self) -> int:
+        return self.mesh["pp"] * (2 if self.schedule == "interleaved" else 1)
+
+    @property
+    def num_replicas(self) -> int:
+        return self.mesh.get("dp_shard", 1) * self.mesh.get("dp_replicate", 1)
+
+    def in_flight(self, part: int) -> int:
+        return NUM_MICRO_BATCHES if self.schedule != "1f1b" else min(NUM_MICRO_BATCHES, self.num_parts - part)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Losses where there are any, values by ``<part>.<name>``, and `chunkc.stats` of the parts of this rank."""
+
+    losses: list[float]
+    params: dict[str, torch.Tensor]
+    stats: list[dict[str, int]]
+
+
+def stages_of(work: Pipeline, parts: Mapping[int, Part], group: Any) -> list[pipelining.PipelineStage]:
+    hidden = torch.empty(MICRO_BATCH, LENGTH, WIDTH, requires_grad=True)
+    last = torch.empty(1) if work.loss_in_stage else torch.empty(MICRO_BATCH, LENGTH, VOCABULARY)
+    return [
+        pipelining.PipelineStage(
+            *(part, number, work.num_parts, torch.device("cpu")),
+            input_args=(batch_of(0, MICRO_BATCH)[0] if number == 0 else hidden,),
+            output_args=(last.requires_grad_() if number == work.num_parts - 1 else hidden,),
+            group=group,
+        )
+        for number, part in parts.items()
+    ]
+
+
+def _scaled_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    loss = output.sum() if output.dim() == 1 else loss_of(output, targets)
+    return loss / NUM_MICRO_BATCHES
+
+
+def train(work: Pipeline) -> Trained:
+    """Train the parts of this rank."""
+    mesh = init_device_mesh("cpu", tuple(work.mesh.values()), mesh_dim_names=tuple(work.mesh))
+    rank, size, built = mesh["pp"].get_local_rank(), work.mesh["pp"], parts_of(work.num_parts)
+    parts, optimizers = {}, []
+    for number in range(rank, work.num_parts, size):
+        options = {"dtype": torch.float32, "backend": "eager", "chunk_size": 1024, **work.options}
+        in_flight = work.in_flight(number)
+        part = chunkc.compile(
+            built[number], work.hw, mesh=mesh, accumulate=NUM_MICRO_BATCHES, in_flight=in_flight, **options
+        )
+        own_norm = {"max_grad_norm": MAX_NORM} if work.clips == "by the optimizer" else {}
+        parts[number] = part
+        optimizers.append(chunkc.AdamW(part.parameters(), **OPTIONS, **own_norm))
+    stages = stages_of(work, parts, mesh["pp"].get_group())
+    kind = SCHEDULES[work.schedule]
+    whole: Any = stages if work.schedule == "interleaved" else stages[0]
+    schedule = kind(whole, NUM_MICRO_BATCHES, loss_fn=_scaled_loss, scale_grads=False)
+    replica, losses = torch.distributed.get_rank() % work.num_replicas, []
+    for step in range(work.num_steps):
+        tokens, targets = batch_of(step * work.num_replicas + replica, NUM_MICRO_BATCHES * MICRO_BATCH)
+        of_step: list[torch.Tensor] = []
+        inputs = (tokens,) if 0 in parts else ()
+        is_last = work.num_parts - 1 in parts
+        behind: dict[str, Any] = {"target": targets, "losses": of_step} if is_last else {}
+        more = {"targets": targets} if is_last and work.loss_in_stage else {}
+        schedule.step(*inputs, **behind, **more)
+        if work.clips == "together":
+            chunkc.clip_grad_norm_(list(parts.values()), MAX_NORM)
+        elif work.clips == "one by one":
+            for part in parts.values():
+                chunkc.clip_grad_norm_(part, MAX_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses += [float(torch.stack(of_step).detach().sum())] if of_step else []
+    params = {f"{i}.{n}": v.detach().clone() for i, part in parts.items() for n, v in part.state_dict().items()}
+    return Trained(losses, params, [chunkc.stats(part) for part in parts.values()])
+
+
+def train_plainly(work: Pipeline) -> Trained:
+    """Plain PyTorch in one process: the whole model on the batches of all replicas."""
+    parts = parts_of(work.num_parts)
+    params = {f"{i}.{name}": p for i, part in enumerate(parts) for name, p in part.named_parameters()}
+    optimizer, losses = torch.optim.AdamW(params.values(), **OPTIONS), []
+    for step in range(work.num_steps):
+        total = 0.0
+        for replica in range(work.num_replicas):
+            tokens, targets = batch_of(step * work.num_replicas + replica, NUM_MICRO_BATCHES * MICRO_BATCH)
+            hidden = tokens
+            for part in parts:
+                hidden = part(hidden)
+            loss = loss_of(hidden, targets) / work.num_replicas
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return Trained(losses, {name: p.detach() for name, p in params.items()}, [])
