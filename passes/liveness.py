@@ -123,7 +123,7 @@ class LivenessPass:
 
 
 def _waiting_nbytes(draft: Draft) -> int:
-    """Bytes that a micro-batch in flight holds while another one runs: all but what is away when its forward ends."""
+    """Bytes that each other micro-batch in flight holds: all but what is away behind its forward."""
     operators = draft.schedule.forward.operators
     if draft.options.in_flight == 1 or draft.schedule.is_evaluation:
         return 0

@@ -66,11 +66,11 @@ def new_mesh(
     shape: Mapping[str, int],
     stages: Sequence[Sequence[int]] = (),
 ) -> DeviceMesh:
-    """Lay the ranks of this one's stage out by ``shape``, the sizes of named dimensions, with new groups along each.
+    """Lay the ranks of this one's stage out by ``shape``, with new groups along each dimension.
 
-    Every rank of the job calls this at the same time. ``stages``: their ranks; none: all ranks are one stage. Ranks
-    that follow each other differ along the last dimension. ``init_device_mesh`` takes neither a timeout nor the device
-    that NCCL binds, and shares the job's own group.
+    Every rank of the job calls this at the same time. ``shape``: sizes of named dimensions. ``stages``: their ranks;
+    none: all ranks are one stage. Ranks that follow each other differ along the last dimension. ``init_device_mesh``
+    takes neither a timeout nor the device that NCCL binds, and shares the job's own group.
     """
     grids = [torch.tensor(list(ranks), device="cpu").view(*shape.values()) for ranks in stages or [range(job_size())]]
     groups = []

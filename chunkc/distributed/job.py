@@ -43,7 +43,7 @@ def is_first_rank() -> bool:
 
 
 def lay_out(mesh: dist.DeviceMesh | None, machine: Hardware, shard: str) -> StageMesh:
-    """The job's ranks on ``machine`` by ``mesh``, or, where it is None, one stage as ``shard`` divides model data.
+    """The job's ranks by ``mesh``, or, where it is None, one stage as ``shard`` divides model data.
 
     Raises:
         ChunkcError: for a mesh that is not of just these ranks, has other dimensions, or contradicts ``shard``.

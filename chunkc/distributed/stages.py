@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which ranks train each, and what goes between stages beside activations and their gradients.
+"""Stages of a pipeline: the ranks that train each, and norms of gradients that go between stages.
 
 Of four ranks under ``pp=2,dp_shard=2``:
 
@@ -40,7 +40,7 @@ class StageMesh:
 
     @staticmethod
     def of(mesh: DeviceMesh, num_ranks: int) -> StageMesh:
-        """The places that ``mesh`` gives the ``num_ranks`` of a job; ChunkcError where it is not of just these."""
+        """The places of the ``num_ranks`` of a job in ``mesh``; ChunkcError where it is not of just these."""
         names = mesh.mesh_dim_names
         if names is None or not set(names) <= set(DIMENSIONS):
             found = "without names" if names is None else ", ".join(map(repr, names))
@@ -102,7 +102,10 @@ class StageLine:
         return int(self._store.add(self._key, 0))
 
     def collect(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` ([], on the device of the group) of all stages' ranks: [num_stages], the same on all of them.
+        """``value`` of the ranks of all stages: [num_stages], the same on all of them.
+
+        Args:
+            value: [], on the device of the group.
 
         Raises:
             RankError: when another stage has ended, or does not come within the job's timeout.
@@ -120,7 +123,10 @@ class StageLine:
         return rows
 
     def close(self) -> None:
-        """Exchange nothing any more; idempotent. A GPU's group ends with the job, since its end is a collective."""
+        """Exchange nothing any more; idempotent.
+
+        A GPU's group ends with the job, since its end is a collective.
+        """
         group, self._group = self._group, None
         if group is None:
             return
@@ -154,7 +160,7 @@ def common_line(lines: Sequence[StageLine | None]) -> StageLine | None:
 
 
 def check_unscaled(pipeline: StageMesh | StageLine | None) -> None:
-    """Refuse, by ChunkcError, a loss scale in a stage, whose decision to skip a step other stages do not share."""
+    """Refuse, by ChunkcError, a loss scale in a stage: others would not skip the steps that it skips."""
     if pipeline is not None and pipeline.num_stages > 1:
         raise ChunkcError(
             "stages of a pipeline cannot scale gradients of fp16: a stage that overflows would skip a step that others "

@@ -17,9 +17,8 @@ gradient chunks; in some plans ranks exchange nothing before the last (`Plan.def
     does not    backward_unreduced  forward_again, accumulate_unreduced
     reduce_all              transition that does the same when something else comes before the last
 
-With ``in_flight`` of k, as a stage of a pipeline has it, k forwards run before the first backward, then forwards and
-backwards take turns (1F1B, Narayanan et al., SC 2021), and k backwards end the step. Chunks stand where the next
-program of the same kind of step needs them, so between two forwards, or two backwards, a transition lies.
+With k in flight, as in a stage of a pipeline, k forwards come first, then backwards and forwards take turns, and k
+backwards end the step (1F1B, Narayanan et al., SC 2021). A transition lies between two forwards or two backwards.
 
 A transition, and ``evaluate``, ends with all streams joined; all but ``abandon`` begin so too.
 """
@@ -244,8 +243,8 @@ class Plan:
     whose gradients come from other graphs or eager operators; the step leaves them as they are. ``accumulate``: most
     micro-batches whose gradients one step takes. ``num_samples`` and ``num_tokens`` (0: unknown) are those of one
     micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`. ``moves``: saved values that go to the host and back.
-    ``in_flight``: most micro-batches at a time whose forward has begun and whose backward has not ended; each but the
-    one that runs holds ``waiting_nbytes`` of the device, which all segments count.
+    ``in_flight``: most micro-batches whose forward has begun and whose backward has not ended; each but the one that
+    runs holds ``waiting_nbytes`` of the device, which all segments count.
     """
 
     model: str
@@ -310,11 +309,9 @@ class Plan:
         return (*self._interleaved(forward, again, backwards), self.program("step"))
 
     def _interleaved(self, forward: Program, again: Program, backwards: Sequence[Program]) -> Iterator[Program]:
-        """Forwards and ``backwards`` of a step, as many in flight as may be; ``again``: behind the first backward."""
+        """Forwards and ``backwards`` of a step; ``again``: the forward behind the first backward."""
         abandon, resume = self.program("abandon"), self.program("resume")
-        yield forward
-        for _ in range(self.in_flight - 1):
-            yield from (abandon, forward)
+        yield from (forward, *(abandon, forward) * (self.in_flight - 1))
         num_later = self.accumulate - self.in_flight
         for number, backward in enumerate(backwards):
             if number > num_later and backward.entry.phase != "unreduced":

@@ -39,17 +39,12 @@ def check_budgets(found: Sequence[Trained], *, moves: bool) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_two_stages_train_as_one_process(schedule: str, two_ranks: Pool) -> None:
-    """By 1F1B the stages differ in what is in flight; the loss is taken outside and inside of the last stage."""
-    work = Pipeline(schedule, hw=TIGHT, loss_in_stage=schedule == "gpipe")
+    """By 1F1B the stages differ in what is in flight. The loss is taken behind the last stage, or within it."""
+    clips, is_inside = ("together", True) if schedule == "gpipe" else ("by the optimizer", False)
+    work = Pipeline(schedule, hw=TIGHT, loss_in_stage=is_inside, clips=clips)
     found = two_ranks.run(train, work)
     check(found, work)
     check_budgets(found, moves=True)
-
-
-@SLOW
-def test_the_optimizer_clips_by_the_norm_of_all_stages(two_ranks: Pool) -> None:
-    work = Pipeline(clips="by the optimizer")
-    check(two_ranks.run(train, work), work)
 
 
 @SLOW

@@ -17,7 +17,7 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 
 
 def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_estimate: bool) -> Plan:
-    """``plan`` with the bytes of its segments as they were found, and of what other micro-batches in flight hold."""
+    """``plan`` with the bytes of its segments as found, and of other micro-batches in flight."""
     waiting_nbytes = _waiting_nbytes(plan, found)
     others_nbytes = (plan.in_flight - 1) * waiting_nbytes
     segments = tuple(

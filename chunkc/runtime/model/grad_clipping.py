@@ -91,7 +91,7 @@ class GradClipping:
         return present, norm
 
     def over_stages(self, line: StageLine, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """The norm of the gradients of all stages, of which this rank's have ``norm``: float32 [], on the device."""
+        """The norm of the gradients of all stages, of which this rank has ``norm``: float32 []."""
         own = norm.to(torch.float64)
         of_stages = self._state.transactions.run(lambda: self._on_compute(lambda: line.collect(own), ()))
         return torch.as_tensor(torch.linalg.vector_norm(of_stages, norm_type)).to(torch.float32)
