@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from chunkc.cost.actions import ActionCosts, Cost
@@ -25,7 +26,7 @@ from chunkc.cost.timeline import OVERHEAD, Flops, Peaks, Timeline
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import TRANSITIONS, Plan
 
 _CALIBRATED: Final = " (calibrated)"
 _MAX_ITERATIONS: Final = 32
@@ -87,9 +88,27 @@ def script_of(plan: Plan, rates: CostRates) -> Script:
     return Script(
         names=tuple((label, p.name, str(a)) for p, label, a in actions),
         costs=tuple(costs.of(a) for _, _, a in actions),
-        waits=tuple(a.waits for _, _, a in actions),
+        waits=_waits(plan),
         joins_streams=plan.is_evaluation,
     )
+
+
+def _waits(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """Labels that each action waits for: the plan's, and behind a join the last of all streams."""
+    waits, labels = list[tuple[str, ...]](), iter(plan.labelled())
+    last = dict[Stream, str]()
+    joined: tuple[str, ...] = ()
+    joining = set[Stream]()  # whose next action is the first behind a join
+    for program in plan.iteration():
+        if program.role in ("resume", "reduce_all"):
+            joined, joining = tuple(last.values()), set(Stream)
+        for _, label, action in islice(labels, len(program.actions)):
+            waits.append((*action.waits, *joined) if action.stream in joining else action.waits)
+            joining.discard(action.stream)
+            last[action.stream] = label.rpartition(":")[2]
+        if program.role in TRANSITIONS:
+            joined, joining = tuple(last.values()), set(Stream)
+    return tuple(waits)
 
 
 def facts_of(plan: Plan) -> Facts:
@@ -122,10 +141,12 @@ class Price:
 def price(plan: Plan, rates: CostRates) -> Price:
     """The price of ``plan``; `simulate_with` finds the same, and more, in twice the time.
 
-    Of many micro-batches the first ones are simulated: those behind them take as long as the last of these.
+    Of many micro-batches the first ones are simulated: those behind them take as long as the last of these. Of many in
+    flight, two are.
     """
     if plan.accumulate <= _PRICED_MICRO_BATCHES:
         return _price(plan, rates)
+    plan = replace(plan, in_flight=min(plan.in_flight, _PRICED_MICRO_BATCHES - 1))
     most, fewer = (_price(replace(plan, accumulate=_PRICED_MICRO_BATCHES - less), rates) for less in (0, 1))
     more = plan.accumulate - _PRICED_MICRO_BATCHES
     return Price(
