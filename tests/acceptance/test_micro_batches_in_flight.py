@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,6 +131,19 @@ def test_more_in_flight_than_declared_are_planned_again_or_refused() -> None:
     assert refusal.value.min_device_nbytes < 3800 << 10
 
 
+def test_a_backward_for_the_inputs_alone_is_refused() -> None:
+    """As zero-bubble schedules run it; what is in flight goes on."""
+    pair = pair_of(2, "emulated-6m-64m")
+    train(pair, ORDERS[2], 0)
+    hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
+    output = pair.model(hidden)
+    with pytest.raises(chunkc.ChunkcError, match=r"leaves out the gradients of .* that does not split backward"):
+        torch.autograd.grad(output, hidden, torch.ones_like(output))
+    del output
+    train(pair, ORDERS[2], 1)
+    pair.check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [2, 4])
 def test_compiled_segments_count_what_waits(in_flight: int) -> None:
@@ -173,8 +187,6 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("change", MUTATIONS)
 def test_the_verifier_refuses_bytes_that_are_not_counted(plan: chunkc.Plan, change: str) -> None:
-    from dataclasses import replace
-
     fields, problem = MUTATIONS[change]
     verify(plan)
     with pytest.raises(PlanError, match=problem):

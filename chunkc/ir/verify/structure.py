@@ -214,8 +214,6 @@ def _check_memory(plan: Plan) -> None:
 def _check_programs(plan: Plan) -> None:
     if plan.accumulate < 1:
         raise PlanError(f"an iteration has one micro-batch or more, not {plan.accumulate}")
-    if not 1 <= plan.in_flight <= plan.accumulate:
-        raise PlanError(f"of {plan.accumulate} micro-batches, {plan.in_flight} cannot be in flight")
     keys: list[Key] = [("evaluate", "first", True)] if plan.is_evaluation else [(r, "first", True) for r in _TRAINING]
     keys += [("backward", "later", True)] if plan.accumulate > 1 else []
     keys += _DEFERRING if plan.defers_reduction else ()

@@ -70,7 +70,8 @@ def refuse_partial(parameters: Parameters, missing: Sequence[int]) -> NoReturn:
     raise ChunkcError(
         f"this backward leaves out the gradients of {parameters.names(missing)}, as torch.autograd.grad and "
         "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
-        "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
+        "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile. In a pipeline, give "
+        "PipelineStage its input_args and output_args, and take a schedule that does not split backward (1F1B, GPipe)"
     )
 
 
