@@ -109,7 +109,8 @@ def _check_copies(draft: Draft, layout: Layout, peak_nbytes: int) -> None:
     missing_nbytes = needs[Tier.HOST] - draft.target.budget_nbytes(Tier.HOST)
     if not draft.moves or missing_nbytes <= 0:
         return
-    copies_nbytes, least = sum(move.value.nbytes for move in draft.moves), draft.target.memory_nbytes(needs)
+    copies_nbytes = draft.options.in_flight * sum(move.value.nbytes for move in draft.moves)
+    least = draft.target.memory_nbytes(needs)
     raise BudgetError(
         f"another shape of {draft.target.model} moves {copies_nbytes} bytes of activations to host memory, "
         f"{missing_nbytes} more than the first shape has left there. Train the largest shape first, or use smaller "

@@ -48,7 +48,7 @@ def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     for tier in SLOWER_TIERS:
         needed, there = memory.needs[tier], memory.budgets[tier]
         what = "homes of chunks and their states"
-        what += f"; {unit.of(plan.copies_nbytes)} copies of activations" if plan.moves and tier is Tier.HOST else ""
+        what += f"; {unit.of(plan.all_copies_nbytes)} copies of activations" if plan.moves and tier is Tier.HOST else ""
         yield tier, unit.of(needed), unit.of(there), percent(needed, there), what
 
 
@@ -186,6 +186,11 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
         yield (
             f"saved for backward: {unit.named(saved_nbytes - plan.copies_nbytes)} stay on the device, "
             f"{unit.named(plan.copies_nbytes)} ({plural(len(plan.moves), 'value')}) go to the host and come back"
+        )
+    if plan.in_flight > 1:
+        yield (
+            f"{plan.in_flight} micro-batches are in flight, each but the one that runs with "
+            f"{unit.named(plan.waiting_nbytes)} on the device, of the non-model bytes"
         )
     if plan.memory.is_estimate:
         yield ESTIMATE_NOTE

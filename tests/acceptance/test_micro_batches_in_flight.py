@@ -175,6 +175,8 @@ def test_a_plan_is_saved_with_what_is_in_flight(plan: chunkc.Plan, tmp_path: Any
     loaded = chunkc.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and (loaded.in_flight, loaded.digest()) == (3, plan.digest())
     assert loaded.waiting_nbytes >= sum(value.nbytes for value in plan.saved) > 0
+    assert "3 micro-batches are in flight, each but the one that runs with" in plan.summary()
+    assert "resume" in plan.text() and chunkc.simulate(plan, "v100-240g").step_ms > 0
 
 
 MUTATIONS = {
