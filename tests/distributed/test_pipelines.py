@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from job import JobError, Pool
-from rank_pipeline import OPTIONS, Pipeline, Trained, train, train_plainly
+from rank_pipeline import OPTIONS, Pipeline, Trained, refusals, train, train_plainly
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
@@ -45,6 +45,16 @@ def test_two_stages_train_as_one_process(schedule: str, two_ranks: Pool) -> None
     found = two_ranks.run(train, work)
     check(found, work)
     check_budgets(found, moves=True)
+
+
+def test_stages_that_cannot_be_trained_are_refused(two_ranks: Pool) -> None:
+    parts = {
+        "fp16": "stages of a pipeline cannot scale gradients of fp16",
+        "data": "the mesh has dimensions 'data'; supported are pp",
+        "node": "beside mesh=",
+    }
+    for found in two_ranks.run(refusals):
+        assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
 
 
 @SLOW

@@ -16,6 +16,7 @@ import chunkc
 NUM_MICRO_BATCHES, MICRO_BATCH = 4, 2
 OPTIONS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
 MAX_NORM = 0.7
+NODE: dict[str, Any] = {"shard": "node"}
 SCHEDULES = {
     "1f1b": pipelining.Schedule1F1B,
     "gpipe": pipelining.ScheduleGPipe,
@@ -135,3 +136,16 @@ def train_plainly(work: Pipeline) -> Trained:
         optimizer.zero_grad()
         losses.append(total)
     return Trained(losses, {name: p.detach() for name, p in params.items()}, [])
+
+
+def refusals() -> dict[str, str]:
+    """What ``chunkc.compile`` says to stages that it cannot train."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dict[str, str]()
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    calls = {"fp16": {"mesh": mesh, "dtype": torch.float16}, "data": {"mesh": other}, "node": {"mesh": mesh} | NODE}
+    for name, options in calls.items():
+        try:
+            chunkc.compile(parts_of(2)[0], "emulated-16m-64m", **options)
+        except chunkc.ChunkcError as error:
+            found[name] = str(error)
+    return found
