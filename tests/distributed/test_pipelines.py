@@ -16,11 +16,11 @@ TIGHT = "emulated-330k-64m"
 
 
 def check(found: Sequence[Trained], work: Pipeline) -> None:
-    """Every element equals plain PyTorch's within a thousandth of an update (lr); losses do, where there are any."""
+    """Every element equals plain PyTorch's, within 2e-4 of the learning rate; losses do, where there are any."""
     wanted, seen = train_plainly(work), set[str]()
     for of_rank in found:
         for name, value in of_rank.params.items():
-            atol = 1e-3 * OPTIONS["lr"]
+            atol = 2e-4 * OPTIONS["lr"]
             torch.testing.assert_close(value, wanted.params[name], rtol=0, atol=atol, msg=lambda m, n=name: n + m)
         seen |= of_rank.params.keys()
     assert seen == wanted.params.keys()
@@ -58,9 +58,10 @@ def test_stages_that_cannot_be_trained_are_refused(two_ranks: Pool) -> None:
 
 
 @SLOW
-def test_stages_that_do_not_clip_together_are_noticed(two_ranks: Pool) -> None:
-    """The mutation: without clipping, parameters are not those of the run that clips."""
-    work = Pipeline(clips="never")
+@pytest.mark.parametrize("clips", ["never", "alone"])
+def test_stages_that_do_not_clip_together_are_noticed(clips: str, two_ranks: Pool) -> None:
+    """Mutations: without clipping, or by the norm of each stage alone, parameters are others."""
+    work = Pipeline(clips=clips)
     found = two_ranks.run(train, work)
     with pytest.raises(AssertionError):
         check(found, work)
