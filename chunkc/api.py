@@ -37,7 +37,6 @@ from chunkc.compiler.validation import (
 from chunkc.cost.rates import known_rates
 from chunkc.distributed import job
 from chunkc.distributed.agreement import Kind
-from chunkc.distributed.process_group import Ranks
 from chunkc.distributed.stages import check_unscaled
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
@@ -52,8 +51,9 @@ from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.grad_clipping import clip_together
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
+from chunkc.runtime.params.tensor_views import views_of
 from chunkc.runtime.update.loss_scale import LossScale
-from chunkc.weights.initial import moved_buffers
+from chunkc.weights.initial import moved_buffers, share_buffers
 from chunkc.weights.streamed import stream_saves
 
 logger = logging.getLogger("chunkc")
@@ -72,7 +72,7 @@ def compile(  # the name that torch.compile taught users
     accumulate: int = 1,
     in_flight: int = 1,
     shard: str = "all",
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | str | None = None,
     reduce_dtype: torch.dtype | None = None,
     fullgraph: bool = False,
     example_inputs: Examples | None = None,
@@ -107,9 +107,11 @@ def compile(  # the name that torch.compile taught users
             each saves for backward is planned for; with more of them, the plan is made again, or BudgetError raised.
         shard: over several nodes, ``"all"``: all ranks divide the model data; ``"node"``: those of a node do, and every
             node has all of it, so that only gradients go between nodes.
-        mesh: a ``DeviceMesh`` of all ranks: stages of a pipeline (``pp``), ranks that copy model data
-            (``dp_replicate``), and ranks that divide it (``dp_shard``). ``model`` is then the stage that this rank
-            trains, or one of them. None: as ``shard`` says.
+        mesh: the ranks by dimension, a ``DeviceMesh`` or a text such as ``"dp_shard=2,tp=4"``: those that copy model
+            data (``dp_replicate``), that divide it (``dp_shard``), that compute one forward together (``tp``), and
+            stages of a pipeline (``pp``; ``model`` is then the stage that this rank trains, or one of them). None: as
+            ``shard`` says. A model with ``tp`` was parallelised over ``mesh["tp"]`` by torch's
+            ``parallelize_module``; ranks along ``tp`` take the same batch, others batches of their own.
         reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
             dtype, gloo in float32; ``torch.float32``: in that by NCCL, too, through 32 MiB of the device's memory.
         fullgraph: refuse forwards that break into several graphs.
@@ -137,8 +139,9 @@ def compile(  # the name that torch.compile taught users
     check_model(model)
     job.join()
     machine, device = device_for(hw)
-    layout = job.lay_out(mesh, machine, shard)
-    num_replicas = layout.num_replicas
+    ranks_by_dim = job.lay_out(mesh, machine, shard)
+    num_replicas = ranks_by_dim.num_replicas
+    views = views_of(model, ranks_by_dim)
     reserve += reduction_nbytes(reduce_dtype, machine, machine.num_gpus, num_replicas)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
@@ -146,13 +149,13 @@ def compile(  # the name that torch.compile taught users
     infos = param_infos(model, computed, in_fp32.params)
     factor = _loss_scale(loss_scale, infos)
     if factor is not None:
-        check_unscaled(layout)
+        check_unscaled(ranks_by_dim)
     mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
     compiler = SegmentCompiler.of(backend)
-    ranks = job.make_ranks(device.torch_device, layout, map_private, adds_in_float32=reduce_dtype is not None)
-    if ranks.of_job.size > 1:
+    ranks = job.make_ranks(device.torch_device, ranks_by_dim, map_private, adds_in_float32=reduce_dtype is not None)
+    if ranks.of_job.job_size > 1:
         with ranks.agreement_scope():
             count_libraries(device)
     cores = update_cores(device, ranks)
@@ -163,7 +166,7 @@ def compile(  # the name that torch.compile taught users
             Tier.DEVICE: Budget(device.device_budget_nbytes, device.overhead_nbytes, device.leaves_slack),
             Tier.HOST: Budget(device.host_budget_nbytes, device.kept_host_nbytes),
         },
-        world_size=layout.num_sharing,
+        world_size=ranks_by_dim.num_sharing,
         rank=ranks.shard_rank,
         num_replicas=num_replicas,
         rates=known_rates(at_hand(machine, device, cores, ranks)),
@@ -175,7 +178,7 @@ def compile(  # the name that torch.compile taught users
         cast_inputs=computed if mixed else None,
         compiler=compiler,
         passes=passes,
-        fullgraph=fullgraph,
+        fullgraph=fullgraph or views.is_any,
         ranks_per_node=machine.gpus_per_node,
         in_fp32=in_fp32,
         examples=examples,
@@ -188,14 +191,16 @@ def compile(  # the name that torch.compile taught users
     if cores is not None:
         device.use_cores(cores)
     buffers = moved_buffers(model, device.torch_device)
-    with without_weight_references(model.modules()):
+    with without_weight_references(model.modules()), views.installed(ranks) as shards:
+        params = list(unique_params(model))
         runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
+    runtime.parameters.shards = {i: shards[p] for i, p in enumerate(params) if p in shards}
     runtime.parameters.state_spec = options.state_spec
     if factor is not None:
         runtime.clipping.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
-    _share_buffers(model, ranks)
+    share_buffers(model, ranks)
     in_fp32.attach()
     compiled = CompiledModel(model, runtime, settings)
     attach(model)
@@ -358,17 +363,6 @@ def clip_grad_norm_(model: nn.Module | Sequence[nn.Module], max_norm: float, nor
     if not models:
         raise ChunkcError("there is no model whose gradients could be clipped")
     return clip_together([_compiled(each).runtime.clipping for each in models], float(max_norm), float(norm_type))
-
-
-def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Give all ranks the buffers of rank 0, once: from then on they are each rank's own, as in FSDP."""
-    if ranks.size == 1:
-        return
-    for buffer in model.buffers():
-        value = buffer.detach().to("cpu", copy=True).contiguous()
-        ranks.broadcast(value)
-        with torch.no_grad():
-            buffer.copy_(value)
 
 
 def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | None:

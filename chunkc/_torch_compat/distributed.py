@@ -116,6 +116,11 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int) -> None:
     _finish(group.broadcast([tensor], options))
 
 
+def is_exchange_error(error: BaseException) -> bool:
+    """Whether a backend raised ``error``: gloo raises RuntimeErrors that name its files."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 def _finish(work: Any) -> None:
     """Wait for ``work`` on the host; on a GPU the current stream waits instead."""
     if work is not None:

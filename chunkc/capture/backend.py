@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from chunkc._torch_compat.collectives import is_dtensor, share_waited
 from chunkc._torch_compat.core import (
     aot_backend,
     dynamo_example,
+    dynamo_value,
     mutated_inputs,
     num_forward_outputs,
     outputs_aliasing_inputs,
@@ -70,8 +72,12 @@ class TracingOptions:
     device_type: str | None = None
 
     def rewrites(self, module: GraphModule) -> dict[str, Any]:
-        """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose."""
-        rewrite(module, self.pieces)
+        """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose.
+
+        A graph that computes on DTensors stays as it is: pieces would be of parts.
+        """
+        if not any(is_dtensor(dynamo_value(node)) for node in module.graph.nodes):
+            rewrite(module, self.pieces)
         if self.decompositions is None:
             return {}
         return {"decompositions": rewritten_decompositions(self.decompositions, self.pieces)}
@@ -193,6 +199,7 @@ class _GraphCapture:
         self._end_stage("aot_autograd", f"a joint graph of {len(joint.graph.nodes)} nodes")
         self._names = self._params_by_name(joint)
         self._reached = find_reached(joint, options["num_fwd_outputs"])
+        share_waited(joint.graph)
         if self.tracing.prepare_joint is not None:
             self.tracing.prepare_joint(joint)
         merge_equal(joint)
@@ -283,6 +290,7 @@ class _GraphCapture:
         self._end_stage("aot_autograd", f"a forward graph of {len(module.graph.nodes)} nodes")
         self._refuse_broken_rules()
         self._names = self._params_by_name(module)
+        share_waited(module.graph)
         if self.tracing.prepare_joint is not None:
             self.tracing.prepare_joint(module)
         check_outputs(module, self._names)

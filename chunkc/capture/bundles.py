@@ -1,7 +1,8 @@
 """Operators of a graph as indivisible bundles of FX nodes.
 
 A bundle is what a segment boundary may never cut through: one computing node, the views and casts of parameters that
-only it reads (``sink_cone`` put them in front of it) and the ``getitem`` nodes that unpack its results.
+only it reads (``sink_cone`` put them in front of it) and the ``getitem`` nodes that unpack its results. A collective is
+in one bundle with the wait for its result.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
+from chunkc._torch_compat.collectives import is_collective, is_wait
 from chunkc._torch_compat.core import pytree
 from chunkc.capture.partition import param_cone, sink_cone
 
@@ -73,7 +75,7 @@ def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ..
         if node in cone:
             chain.append(node)
             continue
-        if node.target is operator.getitem:
+        if node.target is operator.getitem or _is_part_of_collective(node):
             continue
         unpacked = _unpacking(node)
         for position, item in enumerate(unpacked):
@@ -87,6 +89,12 @@ def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ..
 def _unpacking(node: Node) -> list[Node]:
     items: list[Node] = []
     for user in node.users:
-        if user.target is operator.getitem:
+        if user.target is operator.getitem or _is_part_of_collective(user):
             items += [user, *_unpacking(user)]
     return items
+
+
+def _is_part_of_collective(node: Node) -> bool:
+    """Whether ``node`` waits for a collective of its own graph."""
+    source = node.args[0] if node.args else None
+    return is_wait(node) and isinstance(source, Node) and is_collective(source)

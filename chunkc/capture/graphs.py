@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkc._torch_compat.core import pytree
-from chunkc._torch_compat.partitioning import operator_of
+from chunkc._torch_compat.partitioning import draws, operator_of
 from chunkc._torch_compat.symbolic import hint_of
 from chunkc.capture.bundles import Bundle, CapturedGraph
 from chunkc.capture.liveness import LiveBytes, Timeline, lower_peak, storages
@@ -54,6 +54,12 @@ class Captured:
     @property
     def graphs(self) -> dict[GraphKind, CapturedGraph]:
         return {"forward": self.forward, "backward": self.backward}
+
+    @property
+    def draws(self) -> bool:
+        """Whether the graphs draw random numbers."""
+        nodes = (node for graph in self.graphs.values() for node in graph.module.graph.nodes)
+        return any(draws(*operator_of(node)) for node in nodes)
 
     @property
     def draws_by_seed(self) -> bool:

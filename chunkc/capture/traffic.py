@@ -5,7 +5,8 @@ fuses makes one kernel of neighbours without a matrix product. Such a *run*, bet
 once what was made outside of it, and writes once what is needed there. That is the least that any fusion moves:
 reductions over different axes, or a segment boundary, split it.
 
-An operator that saves or replays the state of a random generator is a kernel by itself, whatever fuses.
+An operator that saves or replays the state of a random generator is a kernel by itself, whatever fuses. So is a
+collective, whose bytes are those that the rank receives from others.
 
 Lookups (embedding, index) read the rows they return and not the table.
 """
@@ -20,6 +21,7 @@ from functools import cache
 import torch
 from torch.fx import Node
 
+from chunkc._torch_compat.collectives import is_collective, is_wait, received_nbytes
 from chunkc._torch_compat.core import pytree
 from chunkc._torch_compat.partitioning import operator_of
 from chunkc.capture.bundles import Bundle
@@ -47,7 +49,12 @@ def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, .
     sizes = cache(_nbytes)
     for bundle in bundles:
         flops = operator_flops(bundle.main)
-        if flops == 0 and fuses and operator_of(bundle.main)[0] is bundle.main.target:
+        if (
+            flops == 0
+            and fuses
+            and not is_collective(bundle.main)
+            and operator_of(bundle.main)[0] is bundle.main.target
+        ):
             run.append(bundle)
             continue
         traffic += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
@@ -56,8 +63,10 @@ def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, .
 
 
 def _alone(bundle: Bundle, flops: int, sizes: Sizes) -> Traffic:
-    if is_view(bundle.main):
+    if is_view(bundle.main) or is_wait(bundle.main):
         return Traffic(flops, 0, 0)
+    if is_collective(bundle.main):
+        return Traffic(flops, received_nbytes(bundle.main), 1)
     reads = dict(_reads(bundle, sizes))
     return Traffic(flops, sum(reads.values()) + sum(sizes(v) for v in _values(bundle)), 1)
 

@@ -89,7 +89,7 @@ class CompiledModel:
         if not torch.is_grad_enabled():
             return self.evaluator(args, kwargs)
         self.runtime.before_forward()
-        if self.runtime.layout is None and self.runtime.ranks.size > 1:
+        if self.runtime.layout is None and self.runtime.ranks.job_size > 1:
             self.session.agree_on_budgets()
         if self.settings.examples:
             self._declare()
@@ -151,7 +151,7 @@ class CompiledModel:
                 signature = signature_of(self._model, args, kwargs)
                 if signature in self.session.shapes:
                     return self._enter_as(signature, args, kwargs, may_break=may_break)
-                with shown(is_first_rank=runtime.ranks.is_first):
+                with shown(is_first_rank=runtime.ranks.is_first_of_job):
                     return self._enter_as(signature, args, kwargs, may_break=may_break)
         except BackendCompilerFailed as error:
             inner = error.inner_exception

@@ -152,7 +152,7 @@ def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ra
     else:
         num_cores = len(usable_cores() if cores is None else cores.ids)
         own = num_cores * machine.gpus_per_node, gpu.by_nvml and gpu.by_nvml.pcie_gb_per_s
-    figures = [json.loads(text) for text in ranks.collect(json.dumps(own).encode())]
+    figures = [json.loads(text) for text in ranks.collect_from_job(json.dumps(own).encode())]
     if None in figures:
         return machine
     num_node_cores, links = min(cores for cores, _ in figures), [link for _, link in figures]
@@ -170,7 +170,7 @@ def update_cores(device: SharedDevice, ranks: Ranks) -> HostCores | None:
 
     Beside other ranks they are its own; beside a GPU some are left to the launching threads.
     """
-    cores = own_cores(ranks.of_job) if ranks.of_job.size > 1 else None
+    cores = own_cores(ranks.of_job) if ranks.of_job.job_size > 1 else None
     if not isinstance(device, SharedCuda):
         return cores  # the emulated device computes on them too
     return leaving_launcher(cores)

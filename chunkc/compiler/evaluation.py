@@ -138,7 +138,7 @@ class Evaluator:
     def _run_program(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._session.runtime
         before, self._session.started_s = runtime.accounting.num_evaluations, time.perf_counter()
-        with shown(is_first_rank=runtime.ranks.is_first), capture_settings(), runtime.parameters.entering():
+        with shown(is_first_rank=runtime.ranks.is_first_of_job), capture_settings(), runtime.parameters.entering():
             outputs = self.shapes.call(signature, args, kwargs)
         if runtime.accounting.num_evaluations == before:  # a stance of torch.compiler, or nothing to compute
             self._refused.add(signature)

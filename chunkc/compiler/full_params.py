@@ -34,14 +34,20 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     model stands in host memory a second time meanwhile.
 
     Raises:
-        ChunkcError: when the block ends, for what cannot be kept: parameters that were replaced or converted, gradients
-            that a plain backward gave them, or parameters that a step of the compiled model changed meanwhile.
+        ChunkcError: under tensor parallelism. When the block ends, for what cannot be kept: parameters that were
+            replaced or converted, gradients that a plain backward gave them, or parameters that a step of the compiled
+            model changed meanwhile.
     """
     compiled = compiled_of(model)
     if compiled.is_open:
         yield model
         return
     runtime, opened = compiled.runtime, list[_Opened]()
+    if runtime.parameters.shards:
+        raise ChunkcError(
+            "full_params is not built for tensor parallelism, under which a module reads DTensors: take "
+            "model.state_dict(), whose values have full_tensor()"
+        )
 
     def plain(param: torch.Tensor) -> torch.Tensor:
         index: int = param.chunkc_index  # type: ignore[attr-defined]

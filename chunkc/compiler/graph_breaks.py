@@ -124,7 +124,7 @@ class BrokenForwards:
         graphs, runtime = self._session.graphs, self._session.runtime
         if not graphs.graphs or runtime.executor is not None:
             return
-        with shown(is_first_rank=runtime.ranks.is_first):
+        with shown(is_first_rank=runtime.ranks.is_first_of_job):
             self._plan_and_install()
 
     def _plan_and_install(self) -> None:

@@ -5,6 +5,7 @@ Everything here is checked before anything changes.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from chunkc._torch_compat.collectives import is_dtensor
+from chunkc.capture.graphs import Captured
 from chunkc.distributed.data_group import STAGING_NBYTES
+from chunkc.distributed.mesh import local_part
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
@@ -54,6 +59,15 @@ def examples_of(example_inputs: Examples | None) -> tuple[Example, ...]:
 
 def check_plannable(model: nn.Module) -> None:
     """Refuse what no plan can be made for: TypeError for no module, else ChunkcError naming the parts."""
+    _check_kinds(model)
+    _refuse(
+        unique_params(model),
+        "are DTensors, and chunkc.plan is not built for tensor parallelism yet; chunkc.compile plans it",
+        is_dtensor,
+    )
+
+
+def _check_kinds(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc takes an nn.Module, found {type(model).__name__}")
     _refuse_modules(model)
@@ -72,7 +86,7 @@ def check_plannable(model: nn.Module) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Refuse what cannot be trained as a compiled model; errors as `check_plannable`."""
-    check_plannable(model)
+    _check_kinds(model)
     params = unique_params(model)
     if any(hasattr(p, "chunkc_store") for p in params):
         raise ChunkcError(
@@ -112,7 +126,7 @@ def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> No
 def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]]) -> None:
     """Refuse a parameter over bytes of another tensor, from which training would separate it silently."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    named: list[tuple[torch.Tensor, str]] = [(p, f"parameter {names[0]}") for p, names in params.items()]
+    named: list[tuple[torch.Tensor, str]] = [(local_part(p), f"parameter {names[0]}") for p, names in params.items()]
     named += [(b, f"buffer {name}") for name, b in model.named_buffers() if b.layout is torch.strided and not b.is_meta]
     for param, name in named:
         if param.numel():
@@ -181,6 +195,7 @@ def param_infos(
 ) -> list[ParamInfo]:
     """Facts of every parameter by index, in compute dtype; those of ``kept_fp32`` in fp32.
 
+    Of a DTensor they are those of this rank's part.
     Those of batch normalisation keep their dtype, for its kernels want them in that of the running statistics; so do
     packed bits, which no cast leaves what they are.
     """
@@ -190,12 +205,13 @@ def param_infos(
         computed = param.dtype if dtype is None or param in kept else dtype
         computed = torch.float32 if param in kept_fp32 else computed
         computed = computed if param.is_floating_point() else param.dtype
-        dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
+        part = local_part(param)
+        dense = torch.empty_like(part, device="meta", memory_format=torch.preserve_format)
         infos.append(
             ParamInfo(
                 name=names[0],
                 aliases=tuple(names[1:]),
-                shape=tuple(param.shape),
+                shape=tuple(part.shape),
                 stride=tuple(dense.stride()),
                 dtype=_DTYPES[computed],
                 trainable=param.requires_grad,
@@ -242,3 +258,19 @@ def _chunk_numel(chunk_size: int | str) -> int | None:
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ChunkcError(f"chunk_size={chunk_size!r}: give a positive number of elements, or 'auto'")
     return chunk_size
+
+
+def check_seeds(ranks: Ranks, captured: Captured, device: torch.device) -> None:
+    """Refuse ranks that compute one forward together and would draw other random numbers for it.
+
+    What they have copies of they must drop out alike. All of these ranks call this together.
+    """
+    if ranks.tensor_size == 1 or not captured.draws:
+        return
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    digest = torch.tensor([zlib.crc32(state.numpy().tobytes())], dtype=torch.int64, device=device)
+    if len(set(ranks.of_tensor_ranks(digest).flatten().tolist())) > 1:
+        raise ChunkcError(
+            "the forward draws random numbers (dropout), and ranks along tp would draw others for the same values: "
+            "seed those alike, and others apart, before the first forward, as in torch.manual_seed(seed + dp_rank)"
+        )

@@ -1,6 +1,7 @@
 """The time of one action that runs alone, from what the plan says of it and the rates of a machine.
 
-    run, stash, add        matrix products and attention by arithmetic or bytes, what takes longer, the rest by bytes
+    run, stash, add        matrix products and attention by arithmetic or bytes, what takes longer, the model's own
+                           collectives by what the rank receives over its link and a hop each, the rest by bytes
     fetch, offload, ...    latency + bytes / bandwidth
     gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
                            nodes over its network, what takes longer, and a latency for each rank (ring algorithm);
@@ -204,11 +205,20 @@ def segment_ms(segment: Segment, rates: CostRates) -> float:
 
 def work_ms(work: Work, rates: CostRates) -> float:
     """Milliseconds of operators of one kind, their kernels one after the other."""
+    if work.kind is Kind.LINK:
+        return _exchange_ms(work, rates)
     by_bytes = memory_ms(work.nbytes, rates)
     if work.kind is Kind.MEMORY:
         return by_bytes
     table = rates.matmul_tflops if work.kind is Kind.MATMUL else rates.attention_tflops
     return max(work.flops / rates.of_dtype(table, work.dtype) * 1e-9, by_bytes)
+
+
+def _exchange_ms(work: Work, rates: CostRates) -> float:
+    """Milliseconds of collectives between the devices of a node, on the compute stream."""
+    if rates.links is None:
+        raise HardwareError(f"the model exchanges values between ranks, but {rates.hw} has no rates of links")
+    return work.nbytes / rates.links.gpu_gb_per_s * 1e-6 + work.num_kernels * rates.links.hop_us * 1e-3
 
 
 def memory_ms(nbytes: int, rates: CostRates) -> float:

@@ -92,7 +92,9 @@ class Flops:
     @classmethod
     def of(cls, forward: Iterable[Work], backward: Iterable[Work], *, numel: int, num_tokens: int) -> Flops:
         """Of one forward and backward of ``numel`` parameters, all of which see ``num_tokens`` (0: unknown)."""
-        first, second = (sum(w.flops for w in work if w.kind is not Kind.MEMORY) for work in (forward, backward))
+        first, second = (
+            sum(w.flops for w in work if w.kind not in (Kind.MEMORY, Kind.LINK)) for work in (forward, backward)
+        )
         patrickstar = PATRICKSTAR_FACTOR * numel * num_tokens if num_tokens else None
         return cls(min(3 * first, first + second), first + second, patrickstar)
 

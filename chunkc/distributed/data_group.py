@@ -95,6 +95,10 @@ class DataGroup:
         all_gather(self._group, self._rows.view(-1), tensor)
         torch.sum(self._rows, 0, out=tensor)
 
+    def collect(self, rows: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill ``rows`` with the ``own``, a few numbers, of all ranks."""
+        all_gather(self._group, rows.view(-1), own.view(-1))
+
     def close(self) -> None:
         """End the group, but leave a GPU's, whose end is a collective, until the job ends."""
         if self._direct is not None:

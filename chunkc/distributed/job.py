@@ -9,8 +9,9 @@ import torch
 from chunkc._torch_compat import distributed as dist
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
+from chunkc.distributed.mesh import RankMesh, rank_mesh
 from chunkc.distributed.process_group import JobRanks, Ranks
-from chunkc.distributed.stages import StageLine, StageMesh
+from chunkc.distributed.stages import StageLine
 from chunkc.errors import ChunkcError, RankError
 from chunkc.hardware import Hardware, present_gpu
 
@@ -42,21 +43,19 @@ def is_first_rank() -> bool:
     return dist.job_rank() == 0 if dist.is_in_job() else os.environ.get("RANK", "0") == "0"
 
 
-def lay_out(mesh: dist.DeviceMesh | None, machine: Hardware, shard: str) -> StageMesh:
-    """The job's ranks by ``mesh``, or, where it is None, one stage as ``shard`` divides model data.
+def lay_out(mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str) -> RankMesh:
+    """The job's ranks on ``machine`` by ``mesh``, or, where it is None, as ``shard`` divides model data.
 
-    Raises:
-        ChunkcError: for a mesh that is not of just these ranks, has other dimensions, or contradicts ``shard``.
+    Raises ChunkcError for a mesh that is not of just these ranks, or that ``shard`` contradicts.
     """
     num_sharing, num_replicas = machine.job_sharding(shard)
-    if mesh is None:
-        return StageMesh.of_data(num_sharing * num_replicas, num_sharing)
-    if shard != "all":
+    default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
+    if mesh is not None and shard != "all":
         raise ChunkcError(f"shard={shard!r} beside mesh=: name the dimensions dp_replicate and dp_shard of the mesh")
-    return StageMesh.of(mesh, num_sharing * num_replicas)
+    return rank_mesh(mesh, len(default.ranks), default, dist.job_rank() if dist.is_in_job() else 0)
 
 
-def make_ranks(device: torch.device, mesh: StageMesh, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
+def make_ranks(device: torch.device, mesh: RankMesh, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
     """Make the ranks of a model on ``device``: those of this rank's stage of ``mesh``.
 
     All ranks of the job make theirs at the same time, in the same order of models; RankError when some do not.
@@ -67,28 +66,25 @@ def make_ranks(device: torch.device, mesh: StageMesh, allocate: Allocator, *, ad
     rank, size, store = dist.job_rank(), dist.job_size(), dist.job_store()
     number = int(store.add(f"chunkc/models/{rank}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = dist.job_timeout()
-    ranks: Ranks = JobRanks(rank, size, timeout, store, number)
+    of_job = mesh if mesh.num_stages == 1 else RankMesh.of_data(size, size)
+    ranks = JobRanks(rank, of_job, dist.job_timeout(), store, number)
     shared = f"model data is divided over {mesh.num_sharing} ranks of {size}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
-    stages = [f"stage {stage} is of ranks {ranks}" for stage, ranks in enumerate(mesh.stages) if mesh.num_stages > 1]
-    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared, *stages])
+    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared, f"mesh {mesh}"])
+    found: Ranks = ranks
     if mesh.num_stages > 1:
-        line = StageLine(mesh, rank, backend, device, store, timeout)
-        ranks = _of_stage(mesh, rank, number, ranks)
-        ranks.line = line
-    if isinstance(ranks, JobRanks):
-        ranks.connect(backend, device, mesh.num_sharing, allocate, adds_in_float32=adds_in_float32)
-    return ranks
+        line = StageLine(mesh, rank, backend, device, store, dist.job_timeout())
+        found = _of_stage(mesh, rank, number, ranks, line)
+    if isinstance(found, JobRanks):
+        found.connect(backend, device, allocate, adds_in_float32=adds_in_float32)
+    return found
 
 
-def _of_stage(mesh: StageMesh, rank: int, number: int, of_job: Ranks) -> Ranks:
-    """The ranks of this one's stage, for ``rank`` of the job."""
-    stage = mesh.stage_of(rank)
-    own = mesh.stages[stage]
+def _of_stage(mesh: RankMesh, rank: int, number: int, of_job: Ranks, line: StageLine) -> Ranks:
+    """The ranks of the stage of ``rank``, one of those ``of_job``."""
     ranks = Ranks()
-    if len(own) > 1:
-        name = f"{number}/stage {stage}"
-        ranks = JobRanks(own.index(rank), len(own), dist.job_timeout(), dist.job_store(), name, mesh.stages)
-    ranks.all_stages = of_job
+    if len(mesh.ranks) > 1:
+        name = f"{number}/stage {mesh.stages.index(mesh.ranks)}"
+        ranks = JobRanks(rank, mesh, dist.job_timeout(), dist.job_store(), name)
+    ranks.all_stages, ranks.line = of_job, line
     return ranks

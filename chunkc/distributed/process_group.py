@@ -2,12 +2,15 @@
 
 Every model has its own process groups, so that nothing of the script's own exchanges can come between:
 
-    control        between programs, all ranks: agreements, whole parameters, decisions of checkpoints
+    agreement      between programs, all ranks of the job: agreements
+    control        between programs, the ranks of a column: whole parameters, decisions of checkpoints
     dp_shard       in programs, the ranks that divide the model data: payloads and sums of norms
     dp_replicate   in programs, the ranks that own the same chunk: means over replicas
+    tp             behind programs, the ranks that compute one forward together: sums of norms
 
-The last two are the dimensions of a `DeviceMesh`, without those of size one. The ``comm`` stream of the device issues
-their collectives in plan order. All replicas stay the same bits: a mean over replicas is made once and sent to all
+Without tensor parallelism all ranks are one column, and the first two are one group; `mesh` has the words. The last
+three are dimensions of a `DeviceMesh`, without those of size one. The ``comm`` stream of the device issues collectives
+in programs in plan order. All replicas stay the same bits: a mean over replicas is made once and sent to all
 (`data_group`), norms are added up in one order, and updates do the same arithmetic on the same numbers.
 
 When a collective fails or times out, every later one of this rank fails at once with the first cause.
@@ -16,10 +19,10 @@ When a collective fails or times out, every later one of this rank fails at once
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +32,7 @@ from chunkc._torch_compat.distributed import (
     all_gather,
     broadcast,
     end_group,
+    is_exchange_error,
     new_group,
     new_mesh,
     reduce,
@@ -46,11 +50,9 @@ from chunkc.distributed.agreement import (
 from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.failure_reports import FailureReports
 from chunkc.distributed.gloo import Allocator
+from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, SUPPORTED, TP, RankMesh
 from chunkc.distributed.stages import StageLine
 from chunkc.errors import RankError
-
-DP_REPLICATE: Final = "dp_replicate"
-DP_SHARD: Final = "dp_shard"
 
 G = TypeVar("G")
 
@@ -58,10 +60,14 @@ G = TypeVar("G")
 class Ranks:
     """One rank alone. Methods are collective among several ranks: all call them in the same order.
 
-    In a pipeline these are the ranks of one stage.
+    In a pipeline these are the ranks of one stage, for which the job is no more than that.
 
     Attributes:
+        rank: its place among the ``size`` ranks of its column.
         shard_rank: its place among the ranks that divide the model data of its ``replica``.
+        job_rank: its place among the ``job_size`` ranks of the job.
+        tensor_rank: its place among the ``tensor_size`` ranks that compute one forward together.
+        uncounted: parameters that another of these has just the same, whose gradients norms count there.
         line: the ranks with this one's place in the other stages; None where there is no pipeline.
         all_stages: all ranks of the job; None where they are one stage.
     """
@@ -70,21 +76,30 @@ class Ranks:
     size = 1
     shard_rank = 0
     replica = 0
+    job_rank = 0
+    job_size = 1
+    tensor_rank = 0
+    tensor_size = 1
+    uncounted: frozenset[int] = frozenset()
     line: StageLine | None = None
     all_stages: Ranks | None = None
 
     @property
     def of_job(self) -> Ranks:
-        """All ranks of the job."""
+        """The ranks of all stages."""
         return self.all_stages or self
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, whose values count where all should be equal."""
+        """Whether this is the first rank of its column, whose values count where all should be equal."""
         return self.rank == 0
 
+    @property
+    def is_first_of_job(self) -> bool:
+        return self.job_rank == 0
+
     def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
-        """Check that all ranks are about to do the same, and return ``number`` of each, in their order.
+        """Check that all ranks of the job are about to do the same, and return each ``number`` in order.
 
         RankError, on all ranks, names the first of ``lines`` that differs. ``what``: of its kind (a parameter's name).
         """
@@ -110,8 +125,19 @@ class Ranks:
         """Replace ``tensor`` (host memory, contiguous, floating) by the mean over all ranks."""
 
     def collect(self, data: bytes) -> list[bytes]:
-        """``data`` of every rank, in their order."""
+        """``data`` of every rank of the column, in their order."""
         return [data]
+
+    def collect_from_job(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank of the job, in their order."""
+        return [data]
+
+    def of_tensor_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` of the ranks that compute one forward together: [tensor_size, *value.shape], where it is."""
+        return value.unsqueeze(0)
+
+    def broadcast_in_job(self, tensor: torch.Tensor) -> None:
+        """Give the elements of ``tensor`` (host memory, contiguous) on the first rank of the job to all."""
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
         """Fill ``whole`` with the ``own`` of the ranks that divide it; ``own`` stands in it already."""
@@ -123,7 +149,7 @@ class Ranks:
         """
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
-        """Replace ``tensor`` by the sum over the ranks that share chunks; the same bits in all replicas."""
+        """Replace ``tensor`` by the sum over the ranks of one replica; the same bits on all ranks."""
 
     @contextmanager
     def collective_section(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
@@ -148,28 +174,25 @@ class Ranks:
 class JobRanks(Ranks):
     """The ranks of a torch.distributed job; ``number`` of this object is the same on all of them.
 
-    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange. ``stages``: the
-    job's ranks of each, where one of them, with ``rank`` as the place of this one, is what this object stands for.
+    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange. ``rank``: this one's
+    of the job, which is in the stage of ``mesh``.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        store: Store,
-        number: int | str,
-        stages: Sequence[Sequence[int]] = (),
-    ) -> None:
-        self.rank, self.size, self._stages = rank, size, stages
+    def __init__(self, rank: int, mesh: RankMesh, timeout: timedelta, store: Store, number: int | str) -> None:
+        self.mesh, self._rank_of_all, self.job_size = mesh, rank, len(mesh.ranks)
+        self.job_rank = sorted(mesh.ranks).index(rank)
+        self.rank, self.tensor_rank = mesh.place_of(rank)
+        self.size, self.tensor_size = self.job_size // mesh.num_tensor, mesh.num_tensor
+        self.replica, self.shard_rank = divmod(self.rank, mesh.num_sharing)
         self._timeout, self._store, self._number = timeout, store, number
-        self._failures = FailureReports(store, f"chunkc/{number}", rank, size, timeout)
+        self._failures = FailureReports(store, f"chunkc/{number}", self.job_rank, self.job_size, timeout)
         self._concurrent: JobRanks | None = None
-        self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"), stages or [range(size)])
+        self._agreement: Group | None = new_group("gloo", timeout, torch.device("cpu"), mesh.stages)
+        self._control: Group | None = self._agreement
         self._data_groups: dict[str, DataGroup] = {}
         self._num_agreements = 0
 
-    # Between programs, on the control group.
+    # Between programs, on the groups of the job and of the column.
 
     def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
         return self.agree_digest(kind, digest_lines(lines()), lines, what, number)
@@ -177,12 +200,13 @@ class JobRanks(Ranks):
     def agree_digest(self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0) -> list[int]:
         self._num_agreements += kind not in PRELIMINARY
         own = torch.tensor([KINDS.index(kind), digest, number], dtype=torch.int64, device="cpu")
-        of_ranks = torch.empty(self.size, 3, dtype=torch.int64, device="cpu")
-        self._exchange(f"the agreement on {named(kind, what)}", lambda g: all_gather(g, of_ranks.view(-1), own))
+        of_ranks = torch.empty(self.job_size, 3, dtype=torch.int64, device="cpu")
+        place = f"the agreement on {named(kind, what)}"
+        self._attempt(self._agreement, place, lambda g: all_gather(g, of_ranks.view(-1), own))
         kinds, digests, numbers = of_ranks.t().tolist()
-        check_kinds([KINDS[k] for k in kinds], self.rank, what)
+        check_kinds([KINDS[k] for k in kinds], self.job_rank, what)
         if kind is not Kind.REFUSED and len(set(digests)) > 1:
-            descriptions = self.collect("\n".join(lines()).encode())
+            descriptions = self.collect_from_job("\n".join(lines()).encode())
             raise difference_error(kind, what, [text.decode().split("\n") for text in descriptions])
         return [int(n) for n in numbers]
 
@@ -215,39 +239,61 @@ class JobRanks(Ranks):
             self._exchange("a mean over the ranks", lambda g: reduce(g, tensor, mean=True))
 
     def collect(self, data: bytes) -> list[bytes]:
+        return self._collect(self._control, self.size, data)
+
+    def collect_from_job(self, data: bytes) -> list[bytes]:
+        return self._collect(self._agreement, self.job_size, data)
+
+    def _collect(self, group: Group | None, size: int, data: bytes) -> list[bytes]:
         own = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
-        self._exchange("an exchange of descriptions", lambda g: all_gather(g, sizes, own))
+        sizes = torch.empty(size, dtype=torch.int64, device="cpu")
+        place = "an exchange of descriptions"
+        self._attempt(group, place, lambda g: all_gather(g, sizes, own))
         most = max(1, int(sizes.max()))
         padded = torch.zeros(most, dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        whole = torch.empty(self.size * most, dtype=torch.uint8, device="cpu")
-        self._exchange("an exchange of descriptions", lambda g: all_gather(g, whole, padded))
-        rows = whole.view(self.size, most)
+        whole = torch.empty(size * most, dtype=torch.uint8, device="cpu")
+        self._attempt(group, place, lambda g: all_gather(g, whole, padded))
+        rows = whole.view(size, most)
         return [bytes(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+    def of_tensor_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        if self.tensor_size == 1:
+            return value.unsqueeze(0)
+        rows = torch.empty(self.tensor_size, *value.shape, dtype=value.dtype, device=value.device)
+        place = "an exchange between the ranks of one forward"
+        self._attempt(self._data_groups.get(TP), place, lambda g: g.collect(rows, value.contiguous()))
+        return rows
+
+    def broadcast_in_job(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            place = "a broadcast from the first rank"
+            self._attempt(self._agreement, place, lambda g: broadcast(g, _bytes(tensor), 0))
 
     def _exchange(self, place: str, work: Callable[[Group], None]) -> None:
         self._attempt(self._control, place, work)
 
     # Within programs, on the groups of the mesh.
 
-    def connect(
-        self, backend: str, device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool
-    ) -> None:
+    def connect(self, backend: str, device: torch.device, allocate: Allocator, *, adds_in_float32: bool) -> None:
         """Make the mesh, whose groups exchange payloads on ``device``; all ranks call this together."""
-        sizes = {DP_REPLICATE: self.size // num_sharing, DP_SHARD: num_sharing}
+        sizes = {dim: size for dim, size in zip(SUPPORTED, self.mesh.shape, strict=True) if size > 1}
         try:
-            shape = {dim: n for dim, n in sizes.items() if n > 1}
-            mesh = new_mesh(backend, self._timeout, device, shape, self._stages)
-            for dim in mesh.mesh_dim_names or ():
+            self._divide_control()
+            mesh = new_mesh(backend, self._timeout, device, sizes, self.mesh.stages)
+            for dim in sizes:
                 is_direct = backend == "gloo"
                 group = DataGroup(mesh[dim], allocate, is_direct=is_direct, adds_in_float32=adds_in_float32)
                 group.warm_up(device)
                 self._data_groups[dim] = group
         except Exception as error:  # whatever backends raise
-            raise RankError(f"rank {self.rank} of {self.size} cannot set up exchanges by {backend}: {error}") from error
-        self.shard_rank = mesh.get_local_rank(DP_SHARD)
-        self.replica = mesh.get_local_rank(DP_REPLICATE) if DP_REPLICATE in self._data_groups else 0
+            place = f"rank {self.job_rank} of {self.job_size}"
+            raise RankError(f"{place} cannot set up exchanges by {backend}: {error}") from error
+
+    def _divide_control(self) -> None:
+        """Give columns control groups of their own where there are several."""
+        if self.mesh.num_tensor > 1:
+            self._control = new_group("gloo", self._timeout, torch.device("cpu"), self.mesh.columns)
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
         self._attempt(self._data_groups.get(DP_SHARD), place, lambda g: g.gather(whole, own))
@@ -258,7 +304,9 @@ class JobRanks(Ranks):
             self._attempt(self._data_groups.get(DP_REPLICATE), place, lambda g: g.mean(own))
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
-        self._attempt(self._data_groups.get(DP_SHARD), place, lambda g: g.total(tensor))
+        dims = [dim for dim in (DP_SHARD, TP) if dim in self._data_groups] or [DP_SHARD]
+        for dim in dims:
+            self._attempt(self._data_groups.get(dim), place, lambda g: g.total(tensor))
 
     # Failure.
 
@@ -266,7 +314,7 @@ class JobRanks(Ranks):
         if self._failures.first is not None:
             raise RankError(str(self._failures.first)) from self._failures.first
         if group is None:
-            raise RankError(f"{place} on rank {self.rank}: the compiled model was deleted and its groups with it")
+            raise RankError(f"{place} on rank {self.job_rank}: the compiled model was deleted and its groups with it")
         begun_s = time.monotonic()
         try:
             work(group)
@@ -275,21 +323,26 @@ class JobRanks(Ranks):
 
     @contextmanager
     def collective_section(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
+        begun_s = time.monotonic()
         try:
             yield
         except BaseException as error:
             with suppress(Exception):  # what was launched may fail as well, and is not what ended this
                 settle()
+            if self.tensor_size > 1 and is_exchange_error(error):  # of the model's own collectives
+                failure = self._failures.exchange_failed(place, time.monotonic() - begun_s, error)
+                self.close()
+                raise failure from error
             if self._failures.first is None and not isinstance(error, RankError):
                 self._failures.work_failed(place, error)
                 self.close()
             raise
 
     def close(self) -> None:
-        control, self._control = self._control, None
-        if control is not None:
-            end_group(control)
-        del control  # others wait on it until nobody holds it
+        between = {group for group in (self._control, self._agreement) if group is not None}
+        self._control, self._agreement = None, None
+        while between:  # others wait on one until nobody holds it
+            end_group(between.pop())
         groups, self._data_groups = self._data_groups, {}
         for group in groups.values():
             group.close()
@@ -300,8 +353,8 @@ class JobRanks(Ranks):
     def concurrent(self) -> Ranks:
         if self._concurrent is None:
             number = f"{self._number}/concurrent"
-            self._concurrent = JobRanks(self.rank, self.size, self._timeout, self._store, number, self._stages)
-            self._concurrent.shard_rank, self._concurrent.replica = self.shard_rank, self.replica
+            self._concurrent = JobRanks(self._rank_of_all, self.mesh, self._timeout, self._store, number)
+            self._concurrent._divide_control()
         return self._concurrent
 
 

@@ -12,73 +12,13 @@ with an optimizer of its own; only the norm by which gradients are clipped is on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
 
 import torch
 
-from chunkc._torch_compat.distributed import DeviceMesh, Group, Store, all_gather, end_group, new_group
+from chunkc._torch_compat.distributed import Group, Store, all_gather, end_group, new_group
+from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import ChunkcError, RankError
-
-PP: Final = "pp"
-DIMENSIONS: Final = (PP, "dp_replicate", "dp_shard")
-"""Dimensions that a mesh may have; neighbours along the last have neighbouring chunks."""
-
-_EXAMPLE: Final = 'init_device_mesh("cuda", (2, 4), mesh_dim_names=("pp", "dp_shard"))'
-
-
-@dataclass(frozen=True, slots=True)
-class StageMesh:
-    """The ranks of a job by their places along `DIMENSIONS`; ``name`` tells meshes of one job apart."""
-
-    num_stages: int
-    num_replicas: int
-    num_sharing: int
-    ranks: tuple[int, ...]
-    name: str = ""
-
-    @staticmethod
-    def of(mesh: DeviceMesh, num_ranks: int) -> StageMesh:
-        """The places of the ``num_ranks`` of a job in ``mesh``; ChunkcError where it is not of just these."""
-        names = mesh.mesh_dim_names
-        if names is None or not set(names) <= set(DIMENSIONS):
-            found = "without names" if names is None else ", ".join(map(repr, names))
-            raise ChunkcError(
-                f"the mesh has dimensions {found}; supported are {', '.join(DIMENSIONS)}: stages of a pipeline, ranks "
-                f"that copy chunks, and ranks that divide them, as in {_EXAMPLE}"
-            )
-        sizes = dict(zip(names, mesh.mesh.shape, strict=True))
-        order = [names.index(name) for name in DIMENSIONS if name in names]
-        ranks = mesh.mesh.permute(order).flatten().tolist()
-        if sorted(ranks) != list(range(num_ranks)):
-            raise ChunkcError(
-                f"the mesh has ranks {sorted(ranks)[:8]}, and the job has ranks 0 to {num_ranks - 1}: hand over the "
-                "mesh of the whole job, with each rank once"
-            )
-        num_stages, num_replicas, num_sharing = (int(sizes.get(name, 1)) for name in DIMENSIONS)
-        name = str(mesh.get_group(PP).group_name) if PP in sizes else ""
-        return StageMesh(num_stages, num_replicas, num_sharing, tuple(ranks), name)
-
-    @staticmethod
-    def of_data(num_ranks: int, num_sharing: int) -> StageMesh:
-        """No pipeline: ``num_ranks`` of which every ``num_sharing`` neighbours divide chunks."""
-        return StageMesh(1, num_ranks // num_sharing, num_sharing, tuple(range(num_ranks)))
-
-    @property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each stage, by replica and then by place along ``dp_shard``."""
-        size = self.num_replicas * self.num_sharing
-        return tuple(self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
-
-    @property
-    def lines(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks with the same place in all stages, first stages first."""
-        return tuple(zip(*self.stages, strict=True))
-
-    def stage_of(self, rank: int) -> int:
-        """The number of the stage that a rank of the job trains."""
-        return next(number for number, ranks in enumerate(self.stages) if rank in ranks)
 
 
 class StageLine:
@@ -87,13 +27,11 @@ class StageLine:
     ``rank``: of the job. Several models of one process may be stages over the same mesh: each counts itself.
     """
 
-    def __init__(
-        self, mesh: StageMesh, rank: int, backend: str, device: torch.device, store: Store, timeout: timedelta
-    ):
+    def __init__(self, mesh: RankMesh, rank: int, backend: str, device: torch.device, store: Store, timeout: timedelta):
         self.num_stages = mesh.num_stages
         self.mesh_name = mesh.name
         self._store, self._key = store, f"chunkc/stages/{mesh.name}/{rank}"
-        self._group: Group | None = new_group(backend, timeout, device, mesh.lines)
+        self._group: Group | None = new_group(backend, timeout, device, mesh.stage_lines)
         store.add(self._key, 1)
 
     @property
@@ -159,7 +97,7 @@ def common_line(lines: Sequence[StageLine | None]) -> StageLine | None:
     return first
 
 
-def check_unscaled(pipeline: StageMesh | StageLine | None) -> None:
+def check_unscaled(pipeline: RankMesh | StageLine | None) -> None:
     """Refuse, by ChunkcError, a loss scale in a stage: others would not skip the steps that it skips."""
     if pipeline is not None and pipeline.num_stages > 1:
         raise ChunkcError(

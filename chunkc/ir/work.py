@@ -1,7 +1,8 @@
 """Work of a segment in counts that hold on any machine; a cost model turns them into time.
 
 Operators of one kind and dtype are added up: a processor is as fast at all of them. A matrix product or an attention is
-bounded by arithmetic or by the bytes that it moves, whichever takes longer; anything else by bytes.
+bounded by arithmetic or by the bytes that it moves, whichever takes longer; a collective of the model's own, as of
+tensor parallelism, by the bytes that the rank receives; anything else by bytes.
 """
 
 from __future__ import annotations
@@ -9,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from chunkc.ir.schedule import Operator
 
+_COLLECTIVES: Final = ("_c10d_functional.", "_dtensor.")
+
 
 class Kind(StrEnum):
-    """The bound of an operator: matrix products (convolutions too), fused attention, or memory."""
+    """The bound of an operator: matrix products (convolutions too), fused attention, a link, or memory."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
     MEMORY = "memory"
+    LINK = "link"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class Work:
 
 
 def kind_of(operator: Operator) -> Kind:
+    if operator.target.startswith(_COLLECTIVES):
+        return Kind.LINK
     if operator.flops == 0:
         return Kind.MEMORY
     return Kind.ATTENTION if "scaled_dot_product" in operator.target else Kind.MATMUL
@@ -43,7 +50,7 @@ def work_of(operators: Iterable[Operator]) -> tuple[Work, ...]:
     sums: dict[tuple[Kind, str], list[int]] = {}
     for op in operators:
         kind = kind_of(op)
-        total = sums.setdefault((kind, "" if kind is Kind.MEMORY else op.dtype), [0, 0, 0])
+        total = sums.setdefault((kind, "" if kind in (Kind.MEMORY, Kind.LINK) else op.dtype), [0, 0, 0])
         for position, count in enumerate((op.flops, op.nbytes, op.num_kernels)):
             total[position] += count
     return tuple(Work(kind, dtype, *sums[kind, dtype]) for kind, dtype in sorted(sums) if any(sums[kind, dtype]))

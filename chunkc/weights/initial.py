@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError, first_names
 
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -167,3 +168,14 @@ def _run(initialise: Callable[[], Any], wanted: Sequence[_Wanted], *, keep: bool
     if keep:
         for tensor, value in given:
             tensor.copy_(value)
+
+
+def share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Give all ranks the buffers of rank 0, once: from then on they are each rank's own, as in FSDP."""
+    if ranks.job_size == 1:
+        return
+    for buffer in model.buffers():
+        value = buffer.detach().to("cpu", copy=True).contiguous()
+        ranks.broadcast_in_job(value)
+        with torch.no_grad():
+            buffer.copy_(value)

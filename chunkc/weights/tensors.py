@@ -157,6 +157,13 @@ def memory_of(model: nn.Module) -> Parameters:
             f"the parameters of this {type(model).__name__} do not stand in one compiled model: call chunkc.compile "
             "first, and outside of `with chunkc.full_params(model):`"
         )
+    if memories[0].ranks.tensor_size > 1:
+        raise ChunkcError(
+            f"this {type(model).__name__} computes under tensor parallelism, and chunkc's own checkpoints and weight "
+            "files hold whole tensors only. Save model.state_dict() and optimizer.state_dict(), whose values are "
+            "DTensors, by torch.distributed.checkpoint, and load them by load_state_dict; load pretrained weights "
+            "before the model is parallelised"
+        )
     return memories[0]
 
 

@@ -81,10 +81,9 @@ def test_a_part_of_a_ranks_stages_is_not_clipped_alone(clips: str, two_ranks: Po
 
 
 @SLOW
-@pytest.mark.parametrize("dimension", ["dp_shard", "dp_replicate"])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_stages_of_two_ranks_each(schedule: str, dimension: str, four_ranks: Pool) -> None:
-    work = Pipeline(schedule, {"pp": 2, dimension: 2})
+def test_stages_of_two_ranks_each(schedule: str, four_ranks: Pool) -> None:
+    work = Pipeline(schedule, {"pp": 2, "dp_shard": 2})
     check(four_ranks.run(train, work), work)
 
 

@@ -78,12 +78,12 @@ def leaving_launcher(cores: HostCores | None) -> HostCores | None:
 def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:
     """Return this rank's cores, or None where no other rank is on its machine. Collective."""
     own_place = [_machine(root), usable_cores()]
-    places = [json.loads(text) for text in ranks.collect(json.dumps(own_place).encode())]
+    places = [json.loads(text) for text in ranks.collect_from_job(json.dumps(own_place).encode())]
     if sum(machine == own_place[0] for machine, _ in places) == 1:
         return None
     alike = [rank for rank, place in enumerate(places) if place == own_place]
     nodes = numa_nodes(usable_cores(), root)
-    return HostCores(divided(nodes, len(alike))[alike.index(ranks.rank)], len(nodes) > 1)
+    return HostCores(divided(nodes, len(alike))[alike.index(ranks.job_rank)], len(nodes) > 1)
 
 
 def usable_cores() -> list[int]:

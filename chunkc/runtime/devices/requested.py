@@ -35,7 +35,7 @@ class RequestedGradients:
         return [f"{self._name_of(i)} is frozen" for i in graded if not self._params[i].requires_grad]
 
     def number(self, requested: Collection[int]) -> int:
-        return digest_lines([str(i) for i in sorted(requested)]) if self._ranks.size > 1 else 0
+        return digest_lines([str(i) for i in sorted(requested)]) if self._ranks.job_size > 1 else 0
 
     def of_any(self, requested: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
         """Return the gradients that some rank asks for; warns once where the ``numbers`` of ranks differ."""
@@ -54,7 +54,7 @@ class RequestedGradients:
         have = [str(rank) for rank, requested in enumerate(of_ranks) if first in requested]
         names = ", ".join(map(self._name_of, partial[:_MAX_NAMED]))
         more = f" and {len(partial) - _MAX_NAMED} more" if len(partial) > _MAX_NAMED else ""
-        if self._ranks.is_first:
+        if self._ranks.is_first_of_job:
             logger.warning(
                 "the losses of some ranks do not reach %s%s (%s is reached on rank %s of %d): these gradients are "
                 "means over all ranks, with zeros of those that do not, and all ranks step them (said once)",

@@ -277,7 +277,10 @@ class Binder:
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
         norm_table = self._norm_table(action)
         graded_params = {param for segment in self.plan.segments for param in segment.lands}
-        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in graded_params]
+        counted = graded_params - self.ranks.uncounted
+        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in counted]
+        if not pieces:
+            return _nothing  # another rank counts them all
         gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._slot_of(holder))
         return self.device.make_norm(gradient, pieces, norm_table.table[chunk.index])
 

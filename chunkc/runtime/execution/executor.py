@@ -68,15 +68,16 @@ class Executor:
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
+        self._ranks = ranks or Ranks()
         self.norm_table: GradNormTable | None = None
         if plan.tracks_grad_norm:
-            self.norm_table = GradNormTable(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
+            num_chunks, size = len(plan.layout.chunks), plan.layout.world_size
+            self.norm_table = GradNormTable(num_chunks, device.torch_device, size, self._sum_of_norms)
         self._store = store
         self._decide = next((label for p in plan.programs for label, a in p.labelled() if a.op is Op.DECIDE), "")
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
-        self._ranks = ranks or Ranks()
         self._exchange_digests: dict[str, int] = {}
         self._env = RunEnvironment()
         self._events: dict[str, Event] = {}
@@ -125,12 +126,17 @@ class Executor:
         Raises:
             RankError: when they do other things, or exchange other chunks.
         """
-        if self._ranks.size == 1:
+        if self._ranks.job_size == 1:
             return [number]
         if program.name not in self._exchange_digests:
             self._exchange_digests[program.name] = digest_lines(self.exchanges(program))
         digest = digest_lines([*state, str(self._exchange_digests[program.name])])
         return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
+
+    def _sum_of_norms(self, totals: torch.Tensor) -> None:
+        """Add up norms over ranks that compute one forward together; no action of a plan for one rank does it."""
+        if self._ranks.tensor_size > 1:
+            self._ranks.total(totals, "the sum of norms")
 
     def forward(self, program: BoundProgram, args: list[Any], copies: SavedCopies | None = None) -> list[Any]:
         """Run a forward program on its graph's inputs; empties ``args``; moved values go to ``copies``."""

@@ -7,6 +7,8 @@ copy. Sums of squares add up in float64, so the norm does not depend on how para
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from chunkc.runtime.devices.protocol import Event
@@ -28,13 +30,20 @@ class GradNormTable:
         totals: float64 [`ROW_NUMEL`] on the device: sums of columns over all ranks, once ``ready`` has happened.
     """
 
-    def __init__(self, num_chunks: int, device: torch.device, num_ranks: int = 1) -> None:
+    def __init__(
+        self,
+        num_chunks: int,
+        device: torch.device,
+        num_ranks: int = 1,
+        add_up: Callable[[torch.Tensor], None] = lambda totals: None,
+    ) -> None:
+        """``add_up`` adds up ``totals`` over other ranks where ``num_ranks`` is 1, and no action does."""
         self.table = torch.zeros(num_chunks, ROW_NUMEL, dtype=torch.float64, device=device)
         self._decided = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float32, device=device)
         self.control, self._expected = self._decided[:2], self._decided[2:]
         self.totals = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=device)
         self.ready: tuple[Event, ...] = ()
-        self._is_alone = num_ranks == 1
+        self._is_alone, self._add_up = num_ranks == 1, add_up
         self._host_decided = self._decided
         if device.type != "cpu":
             self._host_decided = self._decided.to("cpu").pin_memory()
@@ -55,6 +64,7 @@ class GradNormTable:
     def _found(self) -> torch.Tensor:
         if self._is_alone:
             self.total()
+            self._add_up(self.totals)
         return self.totals
 
     @torch.no_grad()

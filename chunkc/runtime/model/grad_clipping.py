@@ -85,9 +85,13 @@ class GradClipping:
             norm, factor = self._on_compute(table.total_norm, table.ready), self._gradients.factor
             norm = norm if factor is None else norm * factor
         else:
-            norms = [torch.linalg.vector_norm(g, norm_type) for g in self._values.exact(present) if g.numel()]
-            stacked = torch.stack(norms) if norms else torch.zeros(1, device=self._device.torch_device)
-            norm = torch.as_tensor(torch.linalg.vector_norm(stacked, norm_type)).to(torch.float32)
+            counted = self._values.exact(present - self._ranks.uncounted)
+            norms = [torch.linalg.vector_norm(g, norm_type) for g in counted if g.numel()]
+            own = torch.zeros(1, dtype=torch.float64, device=self._device.torch_device)
+            own = torch.linalg.vector_norm(torch.stack(norms) if norms else own, norm_type)
+            if self._ranks.tensor_size > 1:
+                own = torch.linalg.vector_norm(self._ranks.of_tensor_ranks(own), norm_type)
+            norm = torch.as_tensor(own).to(torch.float32)
         return present, norm
 
     def over_stages(self, line: StageLine, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -123,7 +127,8 @@ class GradClipping:
         if table is not None:
             return self._on_compute(table.found_nonfinite, table.ready)
         is_finite = all([bool(gradient.isfinite().all()) for gradient in self._values.exact(present)])  # ranks read all
-        return torch.tensor(float(not is_finite), dtype=torch.float32, device=self._device.torch_device)
+        found = torch.tensor(float(not is_finite), dtype=torch.float32, device=self._device.torch_device)
+        return self._ranks.of_tensor_ranks(found).amax(0)
 
     def assigned(self, indexes: Iterable[int]) -> list[str]:
         """Of each parameter among ``indexes`` whose ``grad`` no backward has made, that it is so."""

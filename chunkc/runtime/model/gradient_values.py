@@ -25,8 +25,8 @@ class GradientValues:
 
     def __init__(self, parameters: Parameters, state: ProgramState) -> None:
         self.parameters, self._state, self.gradients = parameters, state, state.gradients
-        self.name_of, self.version_of, self.is_entered = (
-            parameters.name_of, parameters.version_of, parameters.is_entered,
+        self.name_of, self.version_of, self.is_entered, self.is_divided = (
+            parameters.name_of, parameters.version_of, parameters.is_entered, parameters.is_divided,
         )  # fmt: skip
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:

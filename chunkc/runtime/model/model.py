@@ -239,7 +239,7 @@ class ModelRuntime:
             goes_on = self._check_backward(forward, own)
             number = self.gradients.num_micro_batches + (not goes_on)
             program = self.state.backward_program(executor, number, self.clipping.is_unscaled)
-            requested = own if self.ranks.size == 1 else self._agree_on_backward(executor, program, own)
+            requested = own if self.ranks.job_size == 1 else self._agree_on_backward(executor, program, own)
 
         def run() -> list[Any]:
             outputs = executor.backward(program, args, added_to, scale, graded - own, expected, copies)

@@ -114,7 +114,7 @@ class OptimizerSteps:
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
         """Launch the step program, in a transaction, and return its decision if it may be skipped."""
-        if self.ranks.size > 1:
+        if self.ranks.job_size > 1:
             assigned = [i for i in hypers if not self._gradients.is_handle(i)]
             self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.parameters.name_of))
         if self.parameters.foreign.has_read:

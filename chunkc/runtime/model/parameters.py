@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from chunkc.runtime.storage.snapshot import SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.update.foreign_updates import ForeignUpdates
 
+if TYPE_CHECKING:
+    from chunkc.distributed.tensor_shards import TensorShard
+
 _hooks_of, _grad_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -53,6 +56,7 @@ class Parameters:
         shells: what stands for each parameter inside compiled graphs.
         foreign: updates by other optimizers than chunkc's.
         outside: reads outside of every plan.
+        shards: of the parameters that are this rank's parts of DTensors, what they are parts of.
     """
 
     holds: Final = "params"
@@ -70,6 +74,7 @@ class Parameters:
         self.transactions = state.transactions
         self._target: Layout | None = None
         self._entered: set[int] = set()
+        self.shards: dict[int, TensorShard] = {}
         self.store: ChunkStore | None = None
         self._values: ChunkValues | None = None
         self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos], self.ranks)
@@ -161,6 +166,20 @@ class Parameters:
     def close(self) -> None:
         if self.store is not None:
             self.store.close()
+
+    def whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """``value``, which is of the shape that chunks hold, as state dicts have it: of a part the DTensor."""
+        return self.shards[index].whole(value) if index in self.shards else value
+
+    def part(self, index: int, value: Any) -> Any:
+        """This rank's part of ``value``, a DTensor or whole tensor, where the parameter is a part."""
+        if index not in self.shards or not isinstance(value, torch.Tensor):
+            return value
+        return self.shards[index].part(value)
+
+    def is_divided(self, index: int) -> bool:
+        """Whether this rank has a part of the parameter that other ranks do not have."""
+        return index in self.shards and self.shards[index].is_divided
 
     def name_of(self, index: int) -> str:
         return self.infos[index].name

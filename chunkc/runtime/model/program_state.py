@@ -97,7 +97,7 @@ class ProgramState:
 
     def collective(self, place: str) -> AbstractContextManager[None]:
         """Within the block all ranks carry out programs together; see `Ranks.collective_section`."""
-        if self.ranks.size == 1:
+        if self.ranks.job_size == 1:
             return nullcontext()
         return self.ranks.collective_section(place, self.device.synchronize)
 

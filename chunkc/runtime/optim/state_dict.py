@@ -3,7 +3,8 @@
 In torch's layout a state dict has ``param_groups``, whose ``params`` are ids, and ``state``, which gives the rule's
 states (Adam's: ``exp_avg`` and ``exp_avg_sq``) for the id of each parameter that was ever stepped. ``step`` is beside
 them, also where torch's optimizer counts none, and ``master_param`` in 16-bit modes. Ids are matched with parameters by
-their place in the groups, as torch does.
+their place in the groups, as torch does. Of a parameter that ranks divide along ``tp`` the states are DTensors; whole
+tensors are loaded, too.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def read_states(
         index = managed(param)[1]
         if index in steps and key not in states:
             found = runtime.parameters.read_state(index, [stored_name(part) for part in parts])
+            found = tuple(runtime.parameters.whole(index, value) for value in found)
             states[key] = {"step": torch.tensor(float(steps[index])), **dict(zip(parts, found, strict=True))}
     return states
 
@@ -87,6 +89,7 @@ def check_states(rule: UpdateRule, state_dict: Mapping[str, Any], groups: Groups
     states, known = {}, {"step", *rule.states.names, MASTER_PART, *(["momentum_buffer"] if rule.title == "SGD" else [])}
     for key, state in state_dict["state"].items():
         runtime, index = managed(params[key])
+        state = {part: runtime.parameters.part(index, value) for part, value in state.items()}
         states[index] = {**state, "step": check_state(rule, runtime, index, params[key], state)}
         unused = [part for part in state if part not in known]
         if unused:

@@ -36,6 +36,7 @@ _FILLS = frozenset(
     {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 )
 """Operators that overwrite all of their first argument, whatever it held."""
+_NORMS = frozenset({aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, aten.norm.Scalar})
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
@@ -229,6 +230,17 @@ def _refuse_lost_write(func: Any, view: ManagedTensor) -> NoReturn:
     )
 
 
+def _refuse_norm_of_part(tensor: ManagedTensor) -> None:
+    """Refuse what would be taken for the norm of the whole, as torch's clip_grad_norm_ does."""
+    store, index = tensor.chunkc_store, tensor.chunkc_index
+    if store is not None and tensor._role in ("param", "grad") and store.is_divided(index):
+        raise ChunkcError(
+            f"{_describe(tensor)} is this rank's part of a tensor that ranks divide along tp, and its norm is not that "
+            "of the tensor. chunkc.clip_grad_norm_ and max_grad_norm= take the norm over all ranks; of a part, write "
+            "out its sum of squares"
+        )
+
+
 def _is_of_state(tensor: ManagedTensor) -> bool:
     """Whether it is a part of an optimizer state, or a view of one."""
     store: ValueStore | None = tensor.chunkc_store
@@ -289,6 +301,9 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
     for tensor in written:
         if tensor._role == "view":
             _refuse_lost_write(func, tensor)
+    if func in _NORMS:
+        for tensor in managed:
+            _refuse_norm_of_part(tensor)
     if func is aten.copy_.default and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
         return _copy_exactly(args[0], args[1])
     if func in _FILLS and isinstance(args[0], ManagedTensor) and args[0]._role == "param":

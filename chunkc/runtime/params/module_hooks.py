@@ -41,7 +41,7 @@ class StateDictHook:
         known = self._values.get(key)
         value = known() if known is not None else None
         if value is None:
-            value = param.exact()
+            value = param.chunkc_store.whole(param.chunkc_index, param.exact())
             self._values[key] = weakref.ref(value)
         return value
 
@@ -50,6 +50,16 @@ class StateDictHook:
 
     def __reduce__(self) -> tuple[type[StateDictHook], tuple[()]]:
         return StateDictHook, ()
+
+
+class LoadHook:
+    """A hook that takes this rank's parts of what a state dict to be loaded has whole."""
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        for name, held in module._parameters.items():
+            param = cast(object, held)
+            if isinstance(param, ManagedTensor) and prefix + name in state:
+                state[prefix + name] = param.chunkc_store.part(param.chunkc_index, state[prefix + name])
 
 
 class Conversion:
@@ -100,8 +110,11 @@ def _check(module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def attach(model: nn.Module) -> None:
-    """Put both on every module of ``model``."""
-    hook = StateDictHook()
+    """Put them on every module of ``model``."""
+    hook, load_hook = StateDictHook(), LoadHook()
+    has_parts = any(p.chunkc_store.shards for p in model.parameters() if isinstance(p, ManagedTensor))
     for module in model.modules():
         module.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        if has_parts:
+            module.register_load_state_dict_pre_hook(load_hook)  # type: ignore[no-untyped-call]
         module.__dict__["_apply"] = Conversion(module)

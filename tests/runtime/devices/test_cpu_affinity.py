@@ -123,11 +123,11 @@ def test_this_machine_has_nodes_with_all_usable_cores() -> None:
 
 class ToldRanks(Ranks):
     def __init__(self, rank: int, others: Sequence[tuple[str, list[int]]]) -> None:
-        self.rank, self.size, self._others = rank, len(others), others
+        self.job_rank, self.job_size, self._others = rank, len(others), others
 
-    def collect(self, data: bytes) -> list[bytes]:
+    def collect_from_job(self, data: bytes) -> list[bytes]:
         told = [json.dumps(other).encode() for other in self._others]
-        told[self.rank] = data
+        told[self.job_rank] = data
         return told
 
 

@@ -27,7 +27,7 @@ def test_reached_and_not_frozen() -> None:
 
 def test_ranks_that_ask_for_the_same_exchange_nothing_more() -> None:
     class NoExchange(Ranks):
-        size = 2
+        size = job_size = 2
 
         def collect(self, data: bytes) -> list[bytes]:
             raise AssertionError

@@ -14,8 +14,8 @@ from chunkc._torch_compat.distributed import DeviceMesh, end_group, new_mesh
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.job import make_ranks
+from chunkc.distributed.mesh import RankMesh
 from chunkc.distributed.process_group import DP_REPLICATE, DP_SHARD
-from chunkc.distributed.stages import StageMesh
 from chunkc.runtime.devices.host_slab import map_private
 
 TWO_NODES = "2x2xemulated-640k-64m"
@@ -66,16 +66,8 @@ def mesh_of_all() -> DeviceMesh:
 
 def data_groups(num_sharing: int) -> list[tuple[tuple[int, int], dict[str, tuple[list[int], timedelta]]]]:
     """This rank's coordinates in two models, both closed then, with ranks and timeout of its groups."""
-    before = num_groups()
-    models: list[Any] = [
-        make_ranks(
-            torch.device("cpu"),
-            StageMesh.of_data(torch.distributed.get_world_size(), num_sharing),
-            map_private,
-            adds_in_float32=False,
-        )
-        for _ in range(2)
-    ]
+    before, mesh = num_groups(), RankMesh.of_data(torch.distributed.get_world_size(), num_sharing)
+    models: list[Any] = [make_ranks(torch.device("cpu"), mesh, map_private, adds_in_float32=False) for _ in range(2)]
     found = [((ranks.replica, ranks.shard_rank), described_groups(ranks)) for ranks in models]
     assert num_groups() == before + sum(1 + len(groups) for _, groups in found)
     held = [weakref.ref(data._group) for ranks in models for data in ranks._data_groups.values()]

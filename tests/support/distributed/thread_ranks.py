@@ -13,7 +13,8 @@ class ThreadRanks(Ranks):
     """One of several threads, all of which call the same methods; only ``collect`` exchanges anything."""
 
     def __init__(self, rank: int, slots: list[bytes], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(slots)
+        self.rank = self.job_rank = rank
+        self.size = self.job_size = len(slots)
         self._slots = slots
         self._barrier = barrier
 
@@ -23,6 +24,8 @@ class ThreadRanks(Ranks):
         found = list(self._slots)
         self._barrier.wait(TIMEOUT_S)
         return found
+
+    collect_from_job = collect
 
 
 def on_threads(size: int, work: Callable[[Ranks], object]) -> list[object]:

@@ -1,0 +1,184 @@
+"""Case 28: models under tensor and sequence parallelism train as one process does on the batches of all data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from accumulating import large, micro_batches, train_large, train_plain_16_in_parts
+from equalities import ERROR_RATIO
+from job import Pool, only_call
+from parallel_models import PARALLEL_CASES
+from rank_tensor import (
+    TP_AND_SHARD,
+    DoneParallel,
+    Parallel,
+    drop_out_with_seed_of_rank,
+    exchanged_by_model,
+    refusals,
+    reload,
+    save_by_torch,
+    train,
+    train_for_ever,
+)
+from rank_training import together
+from training import Trained, assert_same_semantics, largest_error, train_measured
+
+pytestmark = pytest.mark.distributed
+NAMES = ("llama", "llama_sequence", "gpt")
+QUICK_NAMES = [pytest.param("llama", marks=pytest.mark.slow), "llama_sequence", "gpt"]
+
+
+def check(found: list[DoneParallel], work: Parallel, num_data: int) -> None:
+    """Ranks along ``tp`` see one loss; all have the same values, those of one process."""
+    num_tensor = len(found) // num_data
+    for first in range(0, len(found), num_tensor):
+        line = found[first : first + num_tensor]
+        assert all(done.trained.losses == line[0].trained.losses for done in line)
+    wanted = train_large(PARALLEL_CASES[work.name], work.recipe, num_data * work.accumulate)
+    assert_same_semantics(together([done.trained for done in found[::num_tensor]]), wanted)
+    for done in found:
+        assert_values(done.trained, found[0].trained)
+
+
+def assert_values(run: Trained, other: Trained) -> None:
+    for kind in ("gradients", "params", "exp_avg", "exp_avg_sq"):
+        values, others = getattr(run, kind), getattr(other, kind)
+        assert values.keys() == others.keys() and all(torch.equal(values[n], others[n]) for n in values), kind
+
+
+def train_clipped(work: Parallel, num_data: int) -> tuple[Trained, list[float]]:
+    """One process on the batches of ``num_data`` ranks, clipped to 0.5 by torch; and the norms before that."""
+    case, norms = PARALLEL_CASES[work.name], list[float]()
+    model, clip = case.build(), torch.nn.utils.clip_grad_norm_
+    optimizer = work.recipe.plain(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: norms.append(clip(model.parameters(), 0.5).item()))
+    batches = [large(micro_batches(case.batches(), step, num_data)) for step in range(work.recipe.num_steps)]
+    return train_measured(model, batches, optimizer, work.recipe), norms
+
+
+@pytest.mark.parametrize("name", QUICK_NAMES)
+def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> None:
+    """On the smallest machine that works, so that chunks move."""
+    work = Parallel(name, hw=None)
+    found = two_ranks.run(train, work)
+    check(found, work, 1)
+    assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
+def test_clipping_takes_the_norm_of_whole_tensors(two_ranks: Pool) -> None:
+    """Parts add up, copies count once: the norm is that of one process, and so is what is trained."""
+    work = Parallel("llama_sequence")
+    wanted, norms = train_clipped(work, 1)
+    for done in two_ranks.run(train, work, 0.5):
+        assert done.norms == pytest.approx(norms, rel=1e-5) and min(norms) > 0.5
+        assert_same_semantics(done.trained, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_16_bits(name: str, two_ranks: Pool) -> None:
+    """Acceptance (c): as near to fp32 as plain PyTorch in bfloat16 is."""
+    work, case = Parallel(name, hw=None, dtype=torch.bfloat16), PARALLEL_CASES[name]
+    exact, plain = train_large(case, work.recipe, 1), train_plain_16_in_parts(case, work.recipe, 1)
+    for done in two_ranks.run(train, work):
+        for kind in ("gradients", "params"):
+            wanted = getattr(exact, kind)
+            allowed = ERROR_RATIO * largest_error(getattr(plain, kind), wanted)
+            assert 0 < largest_error(getattr(done.trained, kind), wanted) <= allowed, kind
+
+
+@pytest.mark.parametrize("name", [*QUICK_NAMES[:2], pytest.param("gpt", marks=pytest.mark.slow)])
+def test_the_plan_knows_what_the_model_exchanges(name: str, two_ranks: Pool) -> None:
+    """Bytes along tp, counted by torch's profiler from what is handed to each collective."""
+    for planned_nbytes, counted_nbytes in two_ranks.run(exchanged_by_model, Parallel(name)):
+        assert planned_nbytes == counted_nbytes > 0
+
+
+@pytest.mark.slow
+def test_inductor(two_ranks: Pool) -> None:
+    work = Parallel("llama_sequence", backend="inductor")
+    check(two_ranks.run(train, work), work, 1)
+
+
+@pytest.mark.slow
+def test_micro_batches(two_ranks: Pool) -> None:
+    work = Parallel("gpt", accumulate=2)
+    check(two_ranks.run(train, work), work, 1)
+
+
+def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
+    for found in two_ranks.run(reload):
+        assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
+
+
+def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
+    """By torch.distributed.checkpoint, which has whole tensors of any mesh under the model's own names."""
+    values = two_ranks.run(save_by_torch, str(tmp_path))[0]
+    state = PARALLEL_CASES["llama"].build().state_dict()
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert state.keys() == values.keys() and all(torch.equal(state[name], values[name]) for name in state)
+
+
+def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
+    parts = {
+        "save_checkpoint": "torch.distributed.checkpoint",
+        "save_safetensors": "torch.distributed.checkpoint",
+        "load_pretrained": "before the model is parallelised",
+        "full_params": "not built for tensor parallelism",
+        "clip": "chunkc.clip_grad_norm_",
+        "plan": "chunkc.plan is not built for tensor parallelism",
+        "no mesh": "hand the whole mesh to chunkc.compile",
+        "not parallel": "parallelise it first",
+        "pipeline": "hand the whole mesh to chunkc.compile",
+        "nodes": "name the dimensions dp_replicate and dp_shard",
+    }
+    for found in two_ranks.run(refusals):
+        assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
+
+
+def test_ranks_of_one_batch_must_draw_the_same_numbers(two_ranks: Pool) -> None:
+    for error in two_ranks.run(drop_out_with_seed_of_rank):
+        assert "ranks along tp would draw others" in error
+
+
+def test_dropout_is_that_of_one_process(two_ranks: Pool) -> None:
+    """With its seed, where values that are dropped are whole on both ranks."""
+    work = Parallel("gpt_dropout")
+    wanted, norms = train_clipped(work, 1)
+    for done in two_ranks.run(train, work, 0.5):
+        assert_same_semantics(done.trained, wanted)
+        assert done.norms == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_those_that_compute_with_it() -> None:
+    """Also where one of the model's own collectives fails."""
+    with only_call(2, train_for_ever, group_timeout_s=20.0) as job:
+        for rank in range(2):
+            job.wait_for(rank, "warm", 120.0)
+        job.kill(1)
+        survivor = job.ends(35.0)[0]
+    assert survivor.exit_code == 1 and "RankError: rank 0 of 2 stopped in" in survivor.log, survivor.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tensor_and_data_ranks_train_as_one_process(name: str, four_ranks: Pool) -> None:
+    work = Parallel(name, TP_AND_SHARD, hw=None)
+    found = four_ranks.run(train, work, timeout_s=400)
+    check(found, work, 2)
+    assert all(done.stats["h2d_nbytes"] > 0 and done.stats["comm_nbytes"] > 0 for done in found)
+
+
+@pytest.mark.slow
+def test_tensor_and_data_ranks_clip_as_one_process(four_ranks: Pool) -> None:
+    """By what was measured as gradients landed, from the second step on."""
+    work = Parallel("llama_sequence", TP_AND_SHARD, options={"max_grad_norm": 0.5})
+    wanted, norms = train_clipped(work, 2)
+    assert min(norms) > 0.5, "every step is clipped"
+    for done in four_ranks.run(train, work, timeout_s=400):
+        assert_same_semantics(replace(done.trained, losses=wanted.losses), wanted)

@@ -1,0 +1,263 @@
+"""Training under tensor parallelism on the ranks of a job, and whole values of what they then have."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint
+from accumulating import micro_batches
+from models import Batch, loss_of
+from parallel_models import PARALLEL_CASES, parallelise
+from rank_training import GIB, QUICK, ROOMY, machine_of
+from torch import nn
+from training import Recipe, Trained
+
+import chunkc
+from chunkc.compiler.compiled_model import compiled_of
+from chunkc.ir.work import Kind
+
+TP = (("tp", 2),)
+TP_AND_SHARD = (("dp_shard", 2), ("tp", 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """What ranks of a mesh train; without ``hw``, on the smallest machine that `chunkc.BudgetError` names."""
+
+    name: str
+    mesh: tuple[tuple[str, int], ...] = TP
+    recipe: Recipe = QUICK
+    hw: str | None = ROOMY
+    dtype: torch.dtype = torch.float32
+    backend: str = "eager"
+    accumulate: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_data(self) -> int:
+        """Ranks that take batches of their own."""
+        return torch.distributed.get_world_size() // dict(self.mesh)["tp"]
+
+    @property
+    def data_rank(self) -> int:
+        return torch.distributed.get_rank() // dict(self.mesh)["tp"]
+
+
+@dataclass(slots=True)
+class DoneParallel:
+    """Whole values, of all ranks together; ``norms`` are of the gradients before each step's clip."""
+
+    trained: Trained
+    norms: list[float]
+    stats: dict[str, int]
+
+
+def mesh_of(work: Parallel) -> Any:
+    names, sizes = zip(*work.mesh, strict=True)
+    return torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def compiled(work: Parallel, hw: Any) -> nn.Module:
+    model, mesh = PARALLEL_CASES[work.name].build(), mesh_of(work)
+    parallelise(work.name, model, mesh["tp"])
+    options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
+    return chunkc.compile(model, hw, mesh=mesh, **options)
+
+
+def smallest_machine(work: Parallel, batch: Batch) -> Any:
+    model = compiled(work, machine_of(1, GIB))
+    _optimizer = work.recipe.ours(model.parameters(), **work.options)
+    try:
+        model(**batch)
+    except chunkc.BudgetError as error:
+        return machine_of(error.min_device_nbytes, error.min_host_nbytes)
+    raise AssertionError("one byte of device memory was found to suffice")
+
+
+def own_batches(work: Parallel) -> list[list[Batch]]:
+    """The micro-batches of each step."""
+    batches, num = PARALLEL_CASES[work.name].batches(), work.accumulate
+    first, end = work.data_rank * num, (work.data_rank + 1) * num
+    steps = range(work.recipe.num_steps)
+    return [micro_batches(batches, step, num * work.num_data)[first:end] for step in steps]
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """The whole tensor behind a DTensor; collective."""
+    full: Any = value
+    found: torch.Tensor = full.full_tensor() if hasattr(value, "full_tensor") else value
+    return found.detach().to("cpu", copy=True)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    memory = compiled_of(model).runtime.parameters
+    graded = {n: (i, p.grad) for i, (n, p) in enumerate(model.named_parameters()) if p.grad is not None}
+    return {name: whole(memory.whole(index, grad.detach().clone())) for name, (index, grad) in graded.items()}
+
+
+def train(work: Parallel, max_norm: float | None = None) -> DoneParallel:
+    """The user's loop; ``max_norm``: clip every step by ``chunkc.clip_grad_norm_``."""
+    steps = own_batches(work)
+    model = compiled(work, work.hw or smallest_machine(work, steps[0][0]))
+    optimizer = work.recipe.ours(model.parameters(), **work.options)
+    done = DoneParallel(Trained(), [], {})
+    torch.manual_seed(work.recipe.seed + work.data_rank)
+    for number, parts in enumerate(steps):
+        losses = []
+        for part in parts:
+            loss = loss_of(model(**part)) / len(parts)
+            loss.backward()
+            losses.append(loss.item())
+        if number == 0:
+            done.trained.gradients = gradients(model)
+        if max_norm is not None:
+            done.norms.append(chunkc.clip_grad_norm_(model, max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        done.trained.losses.append(sum(losses))
+    read_whole(done.trained, model, optimizer)
+    return replace(done, stats=chunkc.stats(model))
+
+
+def read_whole(found: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    state, names = model.state_dict(), [n for n, _ in model.named_parameters()]
+    found.params = {n: whole(state[n]) for n in names}
+    for index, moments in optimizer.state_dict()["state"].items():
+        found.exp_avg[names[index]] = whole(moments["exp_avg"])
+        found.exp_avg_sq[names[index]] = whole(moments["exp_avg_sq"])
+
+
+RECEIVED = {
+    "_c10d_functional::all_reduce": lambda nbytes, size: 2 * (size - 1) * nbytes // size,
+    "_c10d_functional::all_gather_into_tensor": lambda nbytes, size: (size - 1) * nbytes,
+    "_c10d_functional::reduce_scatter_tensor": lambda nbytes, size: (size - 1) * nbytes // size,
+}
+"""By collective: bytes that a rank receives by one of a tensor of so many, by the ring algorithms."""
+
+
+def exchanged_by_model(work: Parallel) -> tuple[int, int]:
+    """Bytes that this rank receives by the model's collectives in one iteration: by the plan, and as counted."""
+    model, batch = compiled(work, ROOMY), PARALLEL_CASES[work.name].batches()[0]
+    optimizer = work.recipe.ours(model.parameters())
+    for _ in range(2):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    size, counted = dict(work.mesh)["tp"], 0
+    for event in profile.events() or ():
+        if event.name in RECEIVED:
+            counted += RECEIVED[event.name](4 * prod(event.input_shapes[0]), size)
+    segments = chunkc.plan_of(model).segments
+    return sum(w.nbytes for s in segments for w in s.work if w.kind is Kind.LINK), counted
+
+
+def refusals() -> dict[str, str]:
+    """The errors of what tensor parallelism does not serve, by what was called."""
+    model, found = compiled(Parallel("llama"), ROOMY), {}
+    optimizer = chunkc.AdamW(model.parameters())
+    loss = model(**PARALLEL_CASES["llama"].batches()[0])
+    loss.backward()
+    calls = {
+        "save_checkpoint": lambda: chunkc.save_checkpoint("/nowhere", model, optimizer),
+        "save_safetensors": lambda: chunkc.save_safetensors(model, "/nowhere"),
+        "load_pretrained": lambda: chunkc.load_pretrained(model, "/nowhere"),
+        "full_params": lambda: chunkc.full_params(model).__enter__(),
+        "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "plan": lambda: chunkc.plan(other(), ROOMY, example_inputs=PARALLEL_CASES["llama"].batches()[0]),
+        "no mesh": lambda: chunkc.compile(other(), ROOMY),
+        "not parallel": lambda: chunkc.compile(PARALLEL_CASES["llama"].build(), ROOMY, mesh="tp=2"),
+        "pipeline": lambda: chunkc.compile(other(), ROOMY, mesh="pp=2"),
+        "nodes": lambda: chunkc.compile(other(), ROOMY, mesh="tp=2", shard="node"),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except chunkc.ChunkcError as error:
+            found[name] = str(error)
+    return found
+
+
+def other() -> nn.Module:
+    model = PARALLEL_CASES["llama"].build()
+    parallelise("llama", model, mesh_of(Parallel("llama"))["tp"])
+    return model
+
+
+def drop_out_with_seed_of_rank() -> str:
+    """The error of a first forward that would drop out otherwise on the two ranks of one batch."""
+    model = compiled(Parallel("gpt_dropout"), ROOMY)
+    torch.manual_seed(torch.distributed.get_rank())
+    try:
+        model(**PARALLEL_CASES["gpt_dropout"].batches()[0])
+    except chunkc.ChunkcError as error:
+        return str(error)
+    return ""
+
+
+def reload() -> dict[str, bool]:
+    """Load what a run saved: its own state dict, and a plain one of whole tensors; then the values are those.
+
+    They also evaluate as the plain model does.
+    """
+    batches = PARALLEL_CASES["llama"].batches()
+    first, second = compiled(Parallel("llama"), ROOMY), compiled(Parallel("llama"), ROOMY)
+    optimizer, other_optimizer = (chunkc.AdamW(m.parameters(), lr=1e-2) for m in (first, second))
+    for batch in batches[:2]:
+        first(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    second(**batches[0]).backward()
+    other_optimizer.step()
+    other_optimizer.zero_grad()
+    second.load_state_dict({name: whole(value) for name, value in first.state_dict().items()})
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    losses = []
+    for model, stepped in ((first, optimizer), (second, other_optimizer)):
+        loss = model(**batches[2])
+        loss.backward()
+        stepped.step()
+        stepped.zero_grad()
+        losses.append(loss.item())
+    state, other_state = first.state_dict(), second.state_dict()
+    plain = PARALLEL_CASES["llama"].build()
+    plain.load_state_dict({name: whole(value) for name, value in state.items()})
+    with torch.no_grad():  # the first call gathers parameters, later ones run a program
+        evaluated = [first(**batches[3]).item() for _ in range(3)]
+        wanted = plain(**batches[3]).item()
+    return {
+        "evaluated": all(abs(loss - wanted) < 1e-5 * wanted for loss in evaluated),
+        "losses": losses[0] == losses[1],
+        "values": all(torch.equal(whole(state[name]), whole(other_state[name])) for name in state),
+        "dtensors": hasattr(state["output.weight"], "full_tensor"),
+        "keys": list(state) == list(PARALLEL_CASES["llama"].build().state_dict()),
+    }
+
+
+def train_for_ever(report: Callable[[str], None], ends: int = -1) -> None:
+    """Train, and report ``warm`` once; then rank ``ends`` ends in the middle of a step."""
+    model = compiled(Parallel("llama_sequence"), ROOMY)
+    optimizer = chunkc.AdamW(model.parameters())
+    for step in range(1_000_000):
+        loss = model(**PARALLEL_CASES["llama_sequence"].batches()[0])
+        if step == 2:
+            report("warm")
+            if torch.distributed.get_rank() == ends:
+                os._exit(3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save_by_torch(path: str) -> dict[str, torch.Tensor]:
+    """Train a step, save the state dict by torch.distributed.checkpoint, and return whole values of it."""
+    model = compiled(Parallel("llama"), ROOMY)
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-2)
+    model(**PARALLEL_CASES["llama"].batches()[0]).backward()
+    optimizer.step()
+    state = model.state_dict()
+    torch.distributed.checkpoint.save(state, checkpoint_id=path)
+    return {name: whole(value) for name, value in state.items()}
