@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ OPTIONS = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 """With an eps near gradients, so that clipping changes updates."""
 MAX_NORM = 0.2
 """A third of the norm of both stages, and about that of the first alone."""
+WAIT = timedelta(seconds=300)
 NODE: dict[str, Any] = {"shard": "node"}
 SCHEDULES = {
     "1f1b": pipelining.Schedule1F1B,
@@ -94,7 +96,9 @@ def train(work: Pipeline) -> Trained:
         own_norm = {"max_grad_norm": MAX_NORM} if work.clips == "by the optimizer" else {}
         parts[number] = part
         optimizers.append(chunkc.AdamW(part.parameters(), **OPTIONS, **own_norm))
-    stages = stages_of(work, parts, mesh["pp"].get_group())
+    lines = mesh.mesh.movedim(0, -1).reshape(-1, size).tolist()
+    group, _ = torch.distributed.new_subgroups_by_enumeration(lines, timeout=WAIT)  # the next stage is captured first
+    stages = stages_of(work, parts, group)
     kind = SCHEDULES[work.schedule]
     whole: Any = stages if work.schedule == "interleaved" else stages[0]
     schedule = kind(whole, NUM_MICRO_BATCHES, loss_fn=_scaled_loss, scale_grads=False)
