@@ -19,6 +19,7 @@ from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import FLOAT_DTYPES
 from chunkc.ir.tiers import Tier
 from chunkc.passes.os_placement import most_resident_states
 from chunkc.passes.support.budget import demand_of, most_within, with_homes
@@ -199,7 +200,7 @@ class Search:
         """
         rates, states = self.rates, self.options.state_spec
         copied, table = min(law.gb_per_s for law in rates.copies.values()), rates.cpu_update_gparam_per_s
-        updated = max(rates.update_gparam_per_s(table, dtype, states) for dtype in table)
+        updated = max(rates.update_gparam_per_s(table, dtype, states) for dtype in table if dtype in FLOAT_DTYPES)
         return copied / (copied + states.nbytes_per_element * updated)
 
     def _best_of(self, best: Candidate, others: Iterable[PlanOptions]) -> Candidate:

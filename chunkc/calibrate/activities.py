@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -14,7 +14,7 @@ from chunkc.calibrate.memory import Regions, Scale
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.protocol import Device, Event
 from chunkc.runtime.update.cpu_update import Piece
-from chunkc.runtime.update.rules import ADAM, AdamHyper
+from chunkc.runtime.update.rules import AdamHyper, UpdateRule
 from chunkc.runtime.update.update_inputs import StepInputs
 
 Work = Callable[[], None]
@@ -24,7 +24,7 @@ NUM_HEADS: Final = 8
 _MAX_PLACES: Final = 64
 _MIN_COPY_NBYTES: Final = 4096
 _MAX_COPY_NBYTES: Final = 64 * 2**20
-_COLUMN_NUMEL: Final = 64  # chunks in updates have a multiple of this many elements
+_COLUMN_NUMEL: Final = 64  # chunks in updates have a multiple of this many elements, or blocks of quantised states
 # With a learning rate of 0 the parameters, which are the next gradients, stay as they are however often it runs.
 _HYPER: Final = AdamHyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 
@@ -108,19 +108,31 @@ def attention(regions: Regions, dtype: torch.dtype, num_tokens: int) -> Activity
     return Activity(Stream.COMPUTE, f"attention over {num_tokens} tokens", (work,))
 
 
-def update(device: Device, regions: Regions, scale: Scale, stream: Stream, dtype: torch.dtype) -> tuple[Activity, int]:
-    """Adam on chunks in host memory (CPU) or device memory (COMPUTE), and the elements of one chunk."""
+def update(
+    device: Device, regions: Regions, scale: Scale, stream: Stream, dtype: torch.dtype, rule: UpdateRule
+) -> tuple[Activity, int]:
+    """An Adam on chunks in host memory (CPU) or device memory (COMPUTE), and the elements of one chunk."""
     memory = regions.host_update if stream is Stream.CPU else regions.device_math
-    nbytes = 3 * 4 + dtype.itemsize
-    numel = min(scale.update_numel, memory.numel() // (2 * nbytes)) // _COLUMN_NUMEL * _COLUMN_NUMEL
+    column = _COLUMN_NUMEL * rule.states.block_numel
+    column_nbytes = rule.states.nbytes_of(column) + column * dtype.itemsize
+    numel = column * min(scale.update_numel // column, memory.numel() // (2 * column_nbytes))
+    lists = [(getattr(torch, entry.dtype), entry.nbytes_of(numel)) for entry in rule.states.lists()]
+    lists.append((dtype, numel * dtype.itemsize))
     inputs = StepInputs({0: _HYPER}, {0: 2}, num_params=1)
     works = []
-    for start in _starts(memory.numel(), numel * nbytes):
-        states = memory[start : start + 3 * 4 * numel].view(torch.float32).view(3, numel)
-        payload = memory[start + 3 * 4 * numel : start + nbytes * numel].view(dtype)
-        made = device.make_update(stream, ADAM, payload, tuple(states), [Piece(0, 0, numel)])
+    for start in _starts(memory.numel(), sum(nbytes for _, nbytes in lists)):
+        *states, payload = _views(memory[start:], lists)
+        made = device.make_update(stream, rule, payload, states, [Piece(0, 0, numel)])
         works.append(partial(made.update, inputs))
     return Activity(stream, f"update of {numel} parameters", tuple(works)), numel
+
+
+def _views(memory: torch.Tensor, lists: Iterable[tuple[torch.dtype, int]]) -> Iterator[torch.Tensor]:
+    """Lists of the dtypes and bytes given, one behind the other."""
+    start = 0
+    for dtype, nbytes in lists:
+        yield memory[start : start + nbytes].view(dtype)
+        start += nbytes
 
 
 def nothing(stream: Stream) -> Activity:

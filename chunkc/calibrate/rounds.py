@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, product
 from typing import Final
 
 from chunkc.calibrate import activities
 from chunkc.calibrate.activities import Activity
 from chunkc.calibrate.memory import Regions, Scale, Shares, regions
 from chunkc.calibrate.timing import Length, Timer
+from chunkc.hardware.profile import of_8bit_states
 from chunkc.ir.actions import Stream
+from chunkc.runtime.update.rules import ADAM, ADAM_8BIT
 
 TOGETHER: Final = (Stream.COMPUTE, Stream.CPU, Stream.D2H, Stream.H2D)
 
@@ -100,9 +102,10 @@ class Sampler:
                 yield Subject(f"copy {stream}", nbytes, amount=nbytes), activities.copy(memory, stream, nbytes)
         for dtype in self.scale.dtypes:
             name = str(dtype).removeprefix("torch.")
-            for stream in (Stream.CPU, Stream.COMPUTE):
-                activity, numel = activities.update(self.timer.device, memory, self.scale, stream, dtype)
-                yield Subject(f"update {stream} {name}", numel, amount=numel), activity
+            for stream, rule in product((Stream.CPU, Stream.COMPUTE), (ADAM, ADAM_8BIT)):
+                activity, numel = activities.update(self.timer.device, memory, self.scale, stream, dtype, rule)
+                rate_name = of_8bit_states(name) if rule is ADAM_8BIT else name
+                yield Subject(f"update {stream} {rate_name}", numel, amount=numel), activity
             for rows in activities.matmul_sizes(memory, self.scale):
                 subject = Subject(f"matmul {name}", rows, amount=2 * rows**3)
                 yield subject, activities.matmul(memory, dtype, rows)
@@ -131,7 +134,7 @@ class Sampler:
         rows = min(self.scale.together_rows, activities.matmul_sizes(memory, self.scale)[-1])
         return {
             Stream.COMPUTE: activities.matmul(memory, dtype, rows),
-            Stream.CPU: activities.update(self.timer.device, memory, self.scale, Stream.CPU, dtype)[0],
+            Stream.CPU: activities.update(self.timer.device, memory, self.scale, Stream.CPU, dtype, ADAM)[0],
             Stream.D2H: activities.copy(memory, Stream.D2H, nbytes),
             Stream.H2D: activities.copy(memory, Stream.H2D, nbytes),
         }

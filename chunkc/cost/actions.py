@@ -26,6 +26,7 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Plan, Segment
 from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.work import Kind, Work
 
 _PARAM32_NBYTES = 4
@@ -93,7 +94,8 @@ class ActionCosts:
         if action.op is Op.NORM:
             return Use(action.stream)
         on_host = action.stream is Stream.CPU
-        return stream_use(action.stream, self._rates, self._chunk(action).dtype if on_host else "float32")
+        dtype = self._chunk(action).dtype if on_host else "float32"
+        return stream_use(action.stream, self._rates, dtype, self._layout.state_spec)
 
     def _chunk(self, action: Action) -> Chunk:
         return self._layout.chunks[action.index]
@@ -185,13 +187,13 @@ class ActionCosts:
         return milliseconds * param_nbytes / whole_nbytes, chunk.used_numel * param_nbytes, kernels
 
 
-def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
-    """Demand of an action on ``stream`` at full speed; ``dtype``: what a host update writes."""
+def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32", states: StateSpec = ADAM_STATES) -> Use:
+    """Demand of an action on ``stream`` at full speed; ``dtype``, ``states``: what a host update writes."""
     if stream in rates.copies:
         return Use(stream, tuple((resource, rates.copies[stream].gb_per_s) for resource in COPY_RESOURCES[stream]))
     if stream is Stream.CPU:
-        rate = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
-        return Use(stream, ((HOST_DRAM, rate * update_nbytes(dtype)),))
+        rate = rates.update_gparam_per_s(rates.cpu_update_gparam_per_s, dtype, states)
+        return Use(stream, ((HOST_DRAM, rate * update_nbytes(dtype, states)),))
     if stream is Stream.COMM and rates.links is not None and rates.links.is_host_link:
         demand = rates.links.gpu_gb_per_s
         return Use(stream, ((TO_DEVICE, demand), (FROM_DEVICE, demand)))

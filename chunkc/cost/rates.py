@@ -7,17 +7,17 @@ device carries its computations out on the thread that launches them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE, Alone, Capacities, Measured, Sharing
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import Assumed, Host, assumed, host_of
-from chunkc.hardware.profile import DtypeRate, Rates
+from chunkc.hardware.profile import DtypeRate, Rates, of_8bit_states
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import DTYPE_NBYTES, FLOAT_DTYPES
-from chunkc.ir.state_spec import ADAM_STATES, BLOCK_NUMEL, StateSpec
+from chunkc.ir.state_spec import ADAM_8BIT_STATES, ADAM_STATES, BLOCK_NUMEL, StateSpec
 from chunkc.ir.tiers import COPIED_TIERS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
@@ -54,7 +54,8 @@ class CostRates:
     """One rank's rates: 1e12 operations per second by dtype (``float32`` is always there), and others.
 
     ``copies``: between adjacent tiers, as `chunkc.ir.tiers.COPIED_TIERS` says of each stream.
-    Updates are Adam's by dtype of the payload, 1e9 parameters per second. ``compute_launch_us``, ``copy_launch_us``:
+    Updates are Adam's by dtype of the payload, those of 8-bit states as `of_8bit_states` names them, 1e9 parameters per
+    second. ``compute_launch_us``, ``copy_launch_us``:
     host time for an action on the compute stream, on another. ``handoff_us``: from the end of an action on one stream
     to the start of one on another that waits for it. ``second_home_factor``: time of an update on the host that writes
     elsewhere than it reads, by that of one in place. ``runs_inline``: the host computes itself what it launches.
@@ -78,8 +79,7 @@ class CostRates:
 
     def of_dtype(self, table: Mapping[str, float], dtype: str) -> float:
         """Entry for ``dtype``, else for the other 16-bit kind or fp32; HardwareError if none was measured."""
-        other = [name for name in _SIXTEEN_BITS if dtype in _SIXTEEN_BITS]
-        rate = next((table[name] for name in (dtype, *other, "float32") if name in table), None)
+        rate = next((table[name] for name in _alike(dtype) if name in table), None)
         if rate is None:
             raise HardwareError(
                 f"the rates of {self.hw} have none for {dtype or 'float32'}: calibrate the machine again"
@@ -87,12 +87,20 @@ class CostRates:
         return rate
 
     def update_gparam_per_s(self, table: Mapping[str, float], dtype: str, states: StateSpec) -> float:
-        """The rate of updates of ``states`` where ``table`` has Adam's: as many bytes a second.
+        """The rate of updates of ``states``: as many bytes a second as Adam's in ``table``.
 
-        Of quantised states, which cost more to compute than to move, as many parameters a second.
+        Quantised states, which cost more to compute than to move, have entries of their own. Without one, as many
+        parameters a second as Adam's.
         """
-        rate = self.of_dtype(table, dtype)
-        return rate if states.quantised else rate * (update_nbytes(dtype) / update_nbytes(dtype, states))
+        if states.quantised:
+            names = [of_8bit_states(name) for name in _alike(dtype)]
+            return next((table[name] for name in names if name in table), self.of_dtype(table, dtype))
+        return self.of_dtype(table, dtype) * (update_nbytes(dtype) / update_nbytes(dtype, states))
+
+
+def _alike(dtype: str) -> Iterator[str]:
+    """Dtypes whose rates stand for one another, the likeliest first."""
+    yield from (dtype, *(name for name in _SIXTEEN_BITS if dtype in _SIXTEEN_BITS), "float32")
 
 
 def update_nbytes(dtype: str, states: StateSpec = ADAM_STATES) -> float:
@@ -132,7 +140,10 @@ def _of_catalogue(hw: Hardware) -> CostRates:
         attention_tflops={d: rate * share.attention_efficiency for d, rate in peak.items() if rate},
         device_memory_gb_per_s=memory,
         copies=dict.fromkeys(COPIED_TIERS, copy),
-        cpu_update_gparam_per_s={d: _cpu_update(hw, host, share, d) for d in FLOAT_DTYPES},
+        cpu_update_gparam_per_s={
+            **{d: _cpu_update(hw, host, share, d, ADAM_STATES) for d in FLOAT_DTYPES},
+            **{of_8bit_states(d): _cpu_update(hw, host, share, d, ADAM_8BIT_STATES) for d in FLOAT_DTYPES},
+        },
         gpu_update_gparam_per_s={d: memory / update_nbytes(d) for d in FLOAT_DTYPES},
         links=_links(hw, host, share),
         kernel_launch_us=share.kernel_launch_us,
@@ -144,10 +155,11 @@ def _of_catalogue(hw: Hardware) -> CostRates:
     )
 
 
-def _cpu_update(hw: Hardware, host: Host, share: Assumed, dtype: str) -> float:
-    """One rank's share of what the cores, and the memory, of a node do."""
-    cores = (hw.num_cpu_cores or host.num_cpu_cores) * share.cpu_update_gparam_per_s_per_core
-    memory = host.dram_gb_per_s * share.dram_update_efficiency / update_nbytes(dtype)
+def _cpu_update(hw: Hardware, host: Host, share: Assumed, dtype: str, states: StateSpec) -> float:
+    """One rank's share of the lesser of what a node's cores compute and its memory moves."""
+    per_core = share.cpu_update_gparam_per_s_per_core * (share.block_update_share if states.quantised else 1.0)
+    cores = (hw.num_cpu_cores or host.num_cpu_cores) * per_core
+    memory = host.dram_gb_per_s * share.dram_update_efficiency / update_nbytes(dtype, states)
     return min(cores, memory) / hw.gpus_per_node
 
 
@@ -180,7 +192,8 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
             for stream, rate in ((Stream.H2D, rates.h2d), (Stream.D2H, rates.d2h))
         },
         cpu_update_gparam_per_s={
-            dtype: rate / hw.gpus_per_node for dtype, rate in _by_dtype(rates.cpu_update_gparam_per_s).items()
+            dtype: rate / hw.gpus_per_node
+            for dtype, rate in _with_8bit(_by_dtype(rates.cpu_update_gparam_per_s), assumed(hw.gpu)).items()
         },
         gpu_update_gparam_per_s=_by_dtype(rates.gpu_update_gparam_per_s),
         kernel_launch_us=rates.compute_launch_us.median,
@@ -194,6 +207,12 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
     if known is None:
         return measured
     return replace(measured, links=known.links, kernel_launch_us=known.kernel_launch_us)
+
+
+def _with_8bit(measured: Mapping[str, float], share: Assumed) -> Mapping[str, float]:
+    """Updates by the host; what an older calibration has not measured of 8-bit states is assumed."""
+    known = {of_8bit_states(d): measured[d] * share.block_update_share for d in FLOAT_DTYPES if d in measured}
+    return {**known, **measured}
 
 
 def _by_dtype(rates: tuple[DtypeRate, ...]) -> Mapping[str, float]:

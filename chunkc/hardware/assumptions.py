@@ -21,7 +21,8 @@ class Assumed:
     An efficiency is the share of the data sheet's figure that large work reaches. A hop is for each rank beyond the
     first; a hand-off lasts from the end of work on one stream to the start of work on another that waits for it. Adam's
     rate is in 1e9 parameters per second; ``dram_update_efficiency`` is of Adam by many cores, ``dram_efficiency`` of
-    copies and updates together. ``second_home_factor``: time of an update that writes elsewhere, where one
+    copies and updates together. ``block_update_share``: of a core's rate for fp32 states, that for 8-bit
+    states, which it decodes and encodes. ``second_home_factor``: time of an update that writes elsewhere, where one
     in place takes 1. CUDA keeps memory of a GPU, the system and each process memory of a node.
     """
 
@@ -37,6 +38,7 @@ class Assumed:
     collective_hop_us: float
     cpu_update_gparam_per_s_per_core: float
     dram_update_efficiency: float
+    block_update_share: float
     second_home_factor: float
     dram_efficiency: float
     cuda_context_mib: int

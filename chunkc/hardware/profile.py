@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from chunkc.errors import HardwareError
 from chunkc.hardware.catalogue import MAX_RATE, check_rate
 
-__all__ = ["Condition", "CopyRate", "DtypeRate", "Figure", "Measurement", "Rates", "Slowdown"]
+__all__ = ["Condition", "CopyRate", "DtypeRate", "Figure", "Measurement", "Rates", "Slowdown", "of_8bit_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class Rates:
     """The rates of one device and its host, alone and together.
 
     Attributes:
-        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam, 1e9 parameters per second, by the payload's dtype.
+        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam, 1e9 parameters per second, by the payload's dtype; of
+            8-bit Adam under the name that `of_8bit_states` gives.
         matmul_tflops: square matrix products of the largest size measured, 1e12 operations per second.
         attention_tflops: causal attention of the most tokens measured, the masked half not counted.
         device_memory_gb_per_s: bytes read and written by a copy within device memory.
@@ -132,6 +133,11 @@ class Rates:
             if (slowdown.of, slowdown.by) == (of, wanted):
                 return slowdown.factor
         raise HardwareError(f"the slow-down of {of} by {', '.join(wanted)} was not measured; calibrate again")
+
+
+def of_8bit_states(dtype: str) -> str:
+    """The name among rates by dtype of updates whose states are quantised to 8 bits."""
+    return f"{dtype} 8-bit"
 
 
 def _check_positive(name: str, figure: Figure) -> None:

@@ -96,3 +96,6 @@ class StateSpec:
 
 ADAM_STATES: Final = StateSpec(("exp_avg", "exp_avg_sq"), ("float32", "float32"))
 """Those of AdamW and Adam, for which models are planned where nothing else is said."""
+
+ADAM_8BIT_STATES: Final = StateSpec(ADAM_STATES.names, (CODE_DTYPE, CODE_DTYPE))
+"""Those of AdamW8bit."""

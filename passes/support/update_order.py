@@ -23,6 +23,7 @@ from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.plan import Segment
+from chunkc.ir.state_spec import StateSpec
 from chunkc.passes.support.draft import ActionAccess, Draft, Liveness, decided
 
 
@@ -67,7 +68,11 @@ def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
     if draft.options.tracks_grad_norm or target.runs_inline:
         return tuple(chunks)
     segments = tuple(s for line in decided(draft.timelines, "segments") for s in line.segments)
-    pace = _Positions(segments, layout, chunks) if target.rates is None else _Milliseconds(segments, target.rates)
+    pace = (
+        _Positions(segments, layout, chunks)
+        if target.rates is None
+        else _Milliseconds(segments, target.rates, layout.state_spec)
+    )
     at_home = _released(decided(draft.accesses, "actions")[1], layout, pace)
 
     def duration(chunk: Chunk) -> float:
@@ -80,8 +85,8 @@ def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
 class _Milliseconds:
     """How long things take where the rates are known: each alone."""
 
-    def __init__(self, segments: Sequence[Segment], rates: CostRates) -> None:
-        self._rates = rates
+    def __init__(self, segments: Sequence[Segment], rates: CostRates, states: StateSpec) -> None:
+        self._rates, self._states = rates, states
         self._segments = {s.name: segment_ms(s, rates) for s in segments}
 
     def run(self, segment: str) -> float:
@@ -91,7 +96,8 @@ class _Milliseconds:
         return self._rates.copies[Stream.D2H].time_ms(nbytes)
 
     def update(self, numel: int, dtype: str) -> float:
-        return numel / self._rates.of_dtype(self._rates.cpu_update_gparam_per_s, dtype) * 1e-6
+        table = self._rates.cpu_update_gparam_per_s
+        return numel / self._rates.update_gparam_per_s(table, dtype, self._states) * 1e-6
 
 
 class _Positions:

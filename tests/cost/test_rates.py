@@ -57,6 +57,7 @@ def test_updates_of_other_states_are_as_fast_by_bytes() -> None:
     codes = StateSpec(ADAM_STATES.names, ("uint8", "uint8"))
     assert update_nbytes("float16", codes) == 2 * (4 + 2 + 2 + 2 * 4 / 256)
     assert rates.update_gparam_per_s(table, "float16", codes) == 1.0, "it computes more, and is not counted as faster"
+    assert rates.update_gparam_per_s(table | {"bfloat16 8-bit": 0.25}, "float16", codes) == 0.25
 
 
 def test_figures_of_a_v100_by_hand() -> None:
@@ -69,6 +70,7 @@ def test_figures_of_a_v100_by_hand() -> None:
     assert rates.copies[Stream.H2D].time_ms(12_600_000) == pytest.approx(0.01 + 1.0)  # 15.75 GB/s * 0.8
     assert update_nbytes("float16") == 28
     assert rates.cpu_update_gparam_per_s["float16"] == pytest.approx(min(40 * 0.5, 153.6 * 0.43 / 28))
+    assert rates.cpu_update_gparam_per_s["float16 8-bit"] == pytest.approx(min(40 * 0.5 * 0.4, 153.6 * 0.43 / 16.0625))
     assert share.collective_efficiency == 0.75
 
 
@@ -126,5 +128,7 @@ def test_a_calibration_takes_the_place_of_the_catalogue() -> None:
     assert not gpu.runs_inline and gpu.matmul_tflops == {"float32": 2.0}
     assert gpu.links == cost_rates(Hardware.parse("8xa100-40g-1024g")).links
     assert gpu.kernel_launch_us == assumed("a100").kernel_launch_us
-    assert emulated.cpu_update_gparam_per_s == {"float32": 2.0}  # one rank has the whole host
-    assert gpu.cpu_update_gparam_per_s == {"float32": 2.0 / 8}
+    by_codes = assumed("a100").block_update_share  # what an older calibration has not measured
+    whole = {"float32": 2.0, "float32 8-bit": 2.0 * by_codes}  # one rank has the whole host
+    assert emulated.cpu_update_gparam_per_s == whole
+    assert gpu.cpu_update_gparam_per_s == {name: rate / 8 for name, rate in whole.items()}

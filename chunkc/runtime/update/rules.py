@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from chunkc.errors import ChunkcError
-from chunkc.ir.state_spec import ADAM_STATES, CODE_DTYPE, StateSpec
+from chunkc.ir.state_spec import ADAM_8BIT_STATES, ADAM_STATES, StateSpec
 
 Sqrt = Callable[[Tensor], Tensor]
 """A square root that is rounded to nearest."""
@@ -139,9 +139,7 @@ def _of_one(name: str) -> StateSpec:
 
 
 ADAM: Final = UpdateRule("adam", "Adam", ADAM_STATES, _adam, counts_steps=True)
-ADAM_8BIT: Final = UpdateRule(
-    "adam_8bit", "8-bit Adam", StateSpec(ADAM_STATES.names, (CODE_DTYPE, CODE_DTYPE)), _adam, counts_steps=True
-)
+ADAM_8BIT: Final = UpdateRule("adam_8bit", "8-bit Adam", ADAM_8BIT_STATES, _adam, counts_steps=True)
 SGD: Final = UpdateRule("sgd", "SGD", StateSpec((), ()), _sgd)
 SGD_MOMENTUM: Final = UpdateRule("sgd_momentum", "SGD", _of_one("momentum_buffer"), _sgd_momentum)
 LION: Final = UpdateRule("lion", "Lion", _of_one("exp_avg"), _lion)
