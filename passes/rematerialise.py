@@ -12,18 +12,23 @@ and simulated. So this is no pass over a schedule: it decides which schedule the
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
+from chunkc.files import Decoder, FormatError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.passes.search import MIN_GAIN
+from chunkc.passes.support.choices import ChoiceStore, key_of
+from chunkc.passes.support.draft import PlanOptions, Target
 from chunkc.progress import within
 
 KEEP_ALL = 1.0
@@ -78,8 +83,40 @@ def _milliseconds(step_ms: float) -> str:
     return f"{step_ms:.4g} ms, " if step_ms else ""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFirst:
+    """First candidates that settled choices in earlier runs, by all that they follow from.
+
+    ``made_by``: the file of the code that plans candidates; the planner's own counts as well.
+    """
+
+    store: ChoiceStore | None
+    target: Target
+    options: PlanOptions
+    made_by: Path
+
+    def key_of(self, schedule: Schedule) -> str:
+        """A key that is equal where the plan of ``schedule``, and so its candidate, is."""
+        facts = key_of(schedule.digest(), self.target, self.options, 0), self.target.rank
+        return hashlib.sha256(repr(facts).encode() + self.made_by.read_bytes()).hexdigest()[:32]
+
+    def find(self, schedule: Schedule) -> BudgetCandidate | None:
+        document = None if self.store is None else self.store.find(self.key_of(schedule))
+        try:
+            return None if document is None else Decoder().decode(BudgetCandidate, document)
+        except FormatError:
+            return None
+
+    def keep(self, schedule: Schedule, first: BudgetCandidate) -> None:
+        if self.store is not None:
+            self.store.keep(self.key_of(schedule), asdict(first))
+
+
 def choose_budget(
-    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates | None
+    schedule_with: Callable[[float], Schedule],
+    plan_with: Callable[[Schedule], Plan],
+    rates: CostRates | None,
+    kept: KeptFirst | None = None,
 ) -> BudgetChoice:
     """Choose the activation budget of one iteration.
 
@@ -87,6 +124,7 @@ def choose_budget(
         schedule_with: the iteration with an activation budget in [0, 1].
         plan_with: its plan; it raises `BudgetError` where that does not fit.
         rates: of the machine; None where they are not known.
+        kept: what settled the choice in earlier runs for the same request; it spares the first plan.
 
     Returns:
         The budget whose plan simulates fastest, or, without rates, the largest that fits. Budgets are priced from the
@@ -94,9 +132,13 @@ def choose_budget(
         computation alone, of which recomputing makes more. Where nothing fits, the choice needs least device memory.
     """
     with _counted(1):
-        first = _price(KEEP_ALL, first_schedule := schedule_with(KEEP_ALL), plan_with, rates)
+        first_schedule = schedule_with(KEEP_ALL)
+        known = None if kept is None else kept.find(first_schedule)
+        first = known or _price(KEEP_ALL, first_schedule, plan_with, rates)
     trial = _Trial(schedule_with, plan_with, rates, [first])
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
+        if kept is not None and known is None:
+            kept.keep(first_schedule, first)
         return BudgetChoice(KEEP_ALL, (first,))
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
     if is_large:

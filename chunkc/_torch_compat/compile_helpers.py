@@ -34,7 +34,7 @@ from chunkc._torch_compat.inductor_jobs import compile_packed, num_compile_proce
 MIN_SEGMENTS: Final = 6
 """Left to compile for each helper, or else importing torch takes longer than it saves."""
 SLOW_S: Final = 0.3
-"""Seconds for a segment that was not in the cache; from there it takes tens of milliseconds."""
+"""Seconds for a segment that is worth a helper."""
 MAX_HELPERS: Final = 7
 PATIENCE: Final = 10.0
 """How often the time of the slowest segment so far a helper may take, and at least so many seconds."""
@@ -127,7 +127,7 @@ class CompileHelpers(Generic[S]):
             helper.process.communicate()
 
     def note(self, elapsed_s: float, waiting: deque[S]) -> None:
-        """Hear that a segment took so long, and take others that wait, from the end of ``waiting``."""
+        """Hear that a segment took so long, 0 from the cache; take others that wait, from the end of ``waiting``."""
         self._slowest_s = max(self._slowest_s, elapsed_s)
         if not self.helpers and elapsed_s >= SLOW_S:
             num = min(len(waiting) // MIN_SEGMENTS, num_helpers())

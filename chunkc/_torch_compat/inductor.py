@@ -71,6 +71,13 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     return compiled
 
 
+def num_cache_misses() -> int:
+    """Graphs so far that Inductor did not find in its cache on disk."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_miss"])
+
+
 class LoopUnavailable(RuntimeError):
     """There is no C++ compiler, or Inductor made something else than one loop."""
 

@@ -47,7 +47,7 @@ from chunkc.passes import (
     measuring_plan,
 )
 from chunkc.passes.lower import LoweredGraph, lower
-from chunkc.passes.rematerialise import RECOMPUTE_ALL, choose_budget
+from chunkc.passes.rematerialise import RECOMPUTE_ALL, KeptFirst, choose_budget
 from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.passes.support.budget import too_small
 from chunkc.progress import stage
@@ -216,8 +216,11 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
                 raise
             return _plan(schedule, request.target, request.in_new_layout()).plan
 
+    store = request.choices if request.passes is None and request.layout is None else None
+    kept = KeptFirst(store, request.target, request.options, Path(__file__))
+
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
-        choice = choose_budget(schedule_with, plan_with, request.target.rates)
+        choice = choose_budget(schedule_with, plan_with, request.target.rates, kept)
         return choice.budget, choice.note
 
     return choose
@@ -326,10 +329,9 @@ class _Search:
         is_estimate = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
         true = stated(plan, segment_bytes, is_estimate=is_estimate)
         memory = replace(true.memory, device_budget_nbytes=self.request.target.budget_nbytes(Tier.DEVICE))
-        mib = 2**20
         note = (
-            f"{memory.nonmodel_nbytes / mib:.2f} MiB of activations as compiled, planned with "
-            f"{plan.memory.nonmodel_nbytes / mib:.2f}; plan {self.num_attempts} tried"
+            f"{memory.nonmodel_nbytes / 2**20:.2f} MiB of activations as compiled, planned with "
+            f"{plan.memory.nonmodel_nbytes / 2**20:.2f}; plan {self.num_attempts} tried"
         )
         elapsed_s = time.perf_counter() - started
         self.planning_s += elapsed_s

@@ -20,6 +20,7 @@ from chunkc._torch_compat.inductor import (
     inductor_compile,
     inductor_decompositions,
     inductor_joint_passes,
+    num_cache_misses,
 )
 from chunkc.capture.backend import TracingOptions
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
@@ -114,11 +115,12 @@ class SegmentCompiler:
                 self._compile_segment(segment, progress)
 
     def _compile_segment(self, segment: LoweredSegment, progress: Counted) -> float:
-        """Compile one segment, and return how many seconds that took."""
-        began_s = time.perf_counter()
+        """Compile one segment, and return how many seconds that took; 0 where it came from Inductor's cache."""
+        began_s, misses_before = time.perf_counter(), num_cache_misses() if self.fuses else 0
         self._compiled[segment.key] = self._compile_one(segment)
         progress.advance()
-        return time.perf_counter() - began_s
+        is_new = self.fuses and num_cache_misses() > misses_before
+        return time.perf_counter() - began_s if is_new else 0.0
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
         """Return when every segment of ``graph``, as compiled, takes and lets go of memory, in order."""

@@ -7,11 +7,12 @@ from costs import COPY, LINKS, RATES, copies, rates, with_work
 from plans import distributed, evicting, grad_chunk, spanning, streaming
 
 from chunkc.cost.actions import ActionCosts, all_gather_ms
-from chunkc.cost.rates import CopyLaw, cost_rates
+from chunkc.cost.rates import CopyLaw, cost_rates, update_nbytes
 from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream, parse
+from chunkc.ir.state_spec import ADAM_8BIT_STATES
 from chunkc.ir.work import Kind, Work
 
 TIMES = {
@@ -34,6 +35,20 @@ TIMES = {
 def test_time_alone(text: str) -> None:
     costs = ActionCosts(with_work(streaming().build(), 5), RATES)
     assert costs.of(parse(text)).alone_ms == pytest.approx(TIMES[text])
+
+
+def test_updates_of_8_bit_states_take_their_own_rates_time() -> None:
+    """A host that decodes and encodes an eighth as many parameters a second takes eight times as long."""
+    plan = streaming().build()
+    plan = replace(plan, layout=replace(plan.layout, state_spec=ADAM_8BIT_STATES))
+    tables = {"cpu_update_gparam_per_s": {"float32": 32e-6, "float32 8-bit": 4e-6}}
+    tables["gpu_update_gparam_per_s"] = {"float32": 64e-6, "float32 8-bit": 32e-6}
+    costs, update = ActionCosts(plan, rates(**tables)), parse("update c0 @cpu")
+    assert costs.of(update).alone_ms == pytest.approx(8 * TIMES["update c0 @cpu"])
+    assert costs.of(parse("update c0 @compute")).alone_ms == pytest.approx(2 * TIMES["update c0 @compute"])
+    assert dict(costs.of(update).use.demands) == {
+        HOST_DRAM: pytest.approx(4e-6 * update_nbytes("float32", plan.layout.state_spec))
+    }
 
 
 def test_a_copy_has_a_latency_and_each_direction_its_own_law() -> None:

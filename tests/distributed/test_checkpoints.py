@@ -18,7 +18,8 @@ from resumed import Bits, check_equal
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
 POLICIES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"dtype": "auto", "handed_over": "bfloat16"}}
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+EIGHT_BITS = {"optimizer": "adamw8bit"}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "8-bit": 1e-2}  # a code may round to the next where gradients differ in a bit
 
 
 def mean(losses: list[list[float]]) -> list[float]:
@@ -30,10 +31,10 @@ def check_close(found: list[float], wanted: list[float], tolerance: float) -> No
     assert all(abs(a - b) <= tolerance * abs(b) for a, b in zip(found, wanted, strict=True)), (found, wanted)
 
 
-@pytest.mark.parametrize("policy", ["fp32", pytest.param("bf16", marks=SLOW)])
+@pytest.mark.parametrize("policy", ["fp32", "8-bit", pytest.param("bf16", marks=SLOW)])
 def test_two_ranks_save_what_one_loads_and_the_other_way_round(policy: str, tmp_path: Path, two_ranks: Pool) -> None:
     """Every element of parameters, masters and moments; before the first step, and after; the next losses agree."""
-    options, there, back = POLICIES[policy], tmp_path / "there", tmp_path / "back"
+    options, there, back = (POLICIES | {"8-bit": EIGHT_BITS})[policy], tmp_path / "there", tmp_path / "back"
     saved = two_ranks.run(session, options, [("train", 0, 2), ("save", there), ("bits",), ("train", 2, 4)])
     wanted: Bits = saved[0][2]
     one = session(

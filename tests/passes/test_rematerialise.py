@@ -2,15 +2,17 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from costs import RATES, UNIT_NBYTES
 from schedules import chain, target
 
+from chunkc.files import KeptDocuments
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import make_fastest_plan, rematerialise
-from chunkc.passes.rematerialise import BUDGETS, KEEP_ALL, RECOMPUTE_ALL, choose_budget
+from chunkc.passes import PlanOptions, make_fastest_plan, rematerialise
+from chunkc.passes.rematerialise import BUDGETS, KEEP_ALL, RECOMPUTE_ALL, BudgetChoice, KeptFirst, choose_budget
 
 NUMEL = 4096
 LAYERS = 8
@@ -98,6 +100,39 @@ def test_a_step_that_is_computation_alone_is_left_as_it_is() -> None:
     slow = replace(RATES, device_memory_gb_per_s=RATES.device_memory_gb_per_s / 10_000)
     choice = choose_budget(lambda b: schedule_with(b, CHUNK_NBYTES, 1), plan_of, slow)
     assert [c.budget for c in choice.candidates] == [KEEP_ALL]
+
+
+def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the schedule, the target, the options and the code stay the same."""
+    monkeypatch.delenv("CHUNKC_CACHE", raising=False)
+    slow = replace(RATES, device_memory_gb_per_s=RATES.device_memory_gb_per_s / 10_000)
+    code, made = tmp_path / "code.py", list[Schedule]()
+    code.write_text("")
+    wanted = KeptFirst(KeptDocuments(tmp_path), replace(target(ROOM_NBYTES), rates=slow), PlanOptions(), code)
+
+    def plan_with(schedule: Schedule) -> Plan:
+        made.append(schedule)
+        return plan_of(schedule)
+
+    def choose_with(kept: KeptFirst, kept_nbytes: int = CHUNK_NBYTES) -> BudgetChoice:
+        return choose_budget(lambda b: schedule_with(b, kept_nbytes, 1), plan_with, slow, kept)
+
+    first, second = choose_with(wanted), choose_with(wanted)
+    assert first == second and first.note == second.note and len(made) == 1
+    choose_with(replace(wanted, options=PlanOptions(accumulate=2)))
+    choose_with(replace(wanted, target=target(ROOM_NBYTES)))
+    choose_with(wanted, kept_nbytes=2 * CHUNK_NBYTES)
+    code.write_text("# another version")
+    choose_with(wanted)
+    assert len(made) == 5
+
+
+def test_a_choice_among_several_is_made_each_time(tmp_path: Path) -> None:
+    kept = KeptFirst(KeptDocuments(tmp_path / "kept"), target(ROOM_NBYTES), PlanOptions(), Path(__file__))
+    choice = choose_budget(lambda b: schedule_with(b, 4 * CHUNK_NBYTES, 1), plan_of, RATES, kept)
+    assert len(choice.candidates) > 1 and not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize("kept_chunks", [3, 100])

@@ -65,7 +65,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "dropping": Dropping}
 
 
 class Session:
-    """A training run of all ranks (``model``: a key of `MODELS`); what its methods return is what the test sees."""
+    """A training run of all ranks (``model``: a key of `MODELS`); its methods return what the test sees."""
 
     def __init__(
         self, model: str = "odd", seed: int = 0, handed_over: str = "float32", hw: str = HW, **options: Any
@@ -78,7 +78,8 @@ class Session:
         weights = [p for p in self.model.parameters() if p.dim() > 1 and p.requires_grad]
         others = [p for p in self.model.parameters() if p.dim() <= 1 and p.requires_grad]
         groups = [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-        self.optimizer = chunkc.AdamW(groups, lr=1e-3)
+        optimizer = chunkc.AdamW8bit if options.get("optimizer") == "adamw8bit" else chunkc.AdamW
+        self.optimizer = optimizer(groups, lr=1e-3)
         self.scheduler = OneCycleLR(self.optimizer, max_lr=[1e-2, 2e-2], total_steps=300)
         self.future: Future[Path] | None = None
 
