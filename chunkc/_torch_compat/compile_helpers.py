@@ -127,7 +127,7 @@ class CompileHelpers(Generic[S]):
             helper.process.communicate()
 
     def note(self, elapsed_s: float, waiting: deque[S]) -> None:
-        """Hear that a segment took so long, 0 from the cache; take others that wait, from the end of ``waiting``."""
+        """Hear that a segment took so long, 0 from the cache; take others from the end of ``waiting``."""
         self._slowest_s = max(self._slowest_s, elapsed_s)
         if not self.helpers and elapsed_s >= SLOW_S:
             num = min(len(waiting) // MIN_SEGMENTS, num_helpers())

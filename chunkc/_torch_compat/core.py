@@ -209,7 +209,7 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 def aot_backend(**options: Any) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
 
-    return aot_autograd(**options)  # type: ignore[no-any-return]
+    return aot_autograd(**options)
 
 
 def dynamo_example(placeholder: torch.fx.Node) -> Any:
@@ -290,7 +290,7 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
 
 def hidden_from_dynamo(function: F) -> F:
     """Dynamo traces neither ``function`` nor anything that it calls, unless that is compiled by itself."""
-    return _disable_dynamo(function, recursive=True)
+    return _disable_dynamo(function, recursive=True)  # type: ignore[return-value]
 
 
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]

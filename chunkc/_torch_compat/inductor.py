@@ -116,7 +116,7 @@ def inductor_loop(
 
 
 def cpp_library(source: str, *flags: str) -> ctypes.CDLL:
-    """Compile C++ to a shared library by Inductor's compiler and cache, with more flags, or LoopUnavailable."""
+    """Compile C++ to a shared library by Inductor's compiler and cache, or LoopUnavailable."""
     from torch._inductor.codecache import CppCodeCache
 
     try:

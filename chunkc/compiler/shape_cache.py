@@ -11,9 +11,11 @@ that changes an input in place is made for inputs that lie so.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -269,12 +271,14 @@ class ShapeTable:
         """
         self._calling, self._num_captured, self.has_fixed = signature, 0, False
         entry = self._entries.get(signature.key) or self._idle.get(signature.key)
+        sparing: AbstractContextManager[None] = nullcontext()
         if entry is None:
             self.check_room()
             stage("capturing the forward")
-            entry = Entry(self._make_run(places), places)
+            entry, sparing = Entry(self._make_run(places), places), old_objects_spared()
         try:
-            outputs = self._run(entry, args, kwargs)
+            with sparing:
+                outputs = self._run(entry, args, kwargs)
             self._idle[signature.key] = entry
             return outputs
         finally:
@@ -338,6 +342,23 @@ class ShapeTable:
                 f"{self.num_programs} are made, the most that a model may have (the newest for {newest}). Pad inputs "
                 "to few lengths, and keep numbers that change from call to call in tensors"
             )
+
+
+@contextmanager
+def old_objects_spared() -> Iterator[None]:
+    """Within the block, collections of cyclic garbage look at objects that were made in it, and at no others.
+
+    Captures make objects by the million, and each full collection would look at all that the imported modules hold.
+    Where objects are spared already, by the user or a capture on another thread, nothing changes.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    try:
+        gc.freeze()
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def is_data_dependent(error: capture_errors.CaptureFailed) -> bool:

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,38 @@ from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, Signature, sig
 
 MODEL = nn.Linear(2, 2)
 Point = namedtuple("Point", "x y")
+
+
+class Node:
+    """An object in a cycle of its own."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    """Tests keep what was imported out of collections."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def test_collections_in_a_capture_spare_what_was_there_before(nothing_frozen: None) -> None:
+    before = weakref.ref(Node())
+    with shape_cache.old_objects_spared():
+        inside = weakref.ref(Node())
+        with shape_cache.old_objects_spared():
+            gc.collect()
+        assert inside() is None and before() is not None and gc.get_freeze_count()
+    assert not gc.get_freeze_count(), "the next collection looks at all of them"
+
+
+def test_what_the_user_has_frozen_stays_so() -> None:
+    gc.freeze()
+    with shape_cache.old_objects_spared():
+        pass
+    assert gc.get_freeze_count()
 
 
 class Cache:
