@@ -9,7 +9,8 @@ import ast
 import copy
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,21 +132,37 @@ def _first_line(error: Exception) -> str:
 
 
 def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
-    """Compile by the vector instructions that the processor names, else by those that Inductor tried.
+    """Compile by the vector instructions that the processor names, else by those that Inductor tried."""
+    import torch._inductor.config
 
-    Inductor tries each kind in a process of its own, in every run: more than half of the time that the loop takes.
+    with named_vectors():
+        try:
+            return compile_once()
+        except (RuntimeError, OSError):
+            if torch._inductor.config.cpp.vec_isa_ok is not True:
+                raise
+            _forget_vectors()
+            with torch._inductor.config.patch({"cpp.vec_isa_ok": None}):
+                return compile_once()
+
+
+@contextmanager
+def named_vectors() -> Iterator[None]:
+    """Within the block, take the vector instructions that the processor names, and forget them at its end.
+
+    Inductor tries each kind in a process of its own, in every run: more than half of the time that a loop takes, or a
+    segment from the cache. Some variants it tries all the same: so many compilations have one block around them. What
+    it has tried before, or what the user has set, stays.
     """
     import torch._inductor.config
     from torch._inductor import cpu_vec_isa
 
     if torch._inductor.config.cpp.vec_isa_ok is not None or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
-        return compile_once()
+        yield
+        return
     try:
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
-            return compile_once()
-    except (RuntimeError, OSError):
-        _forget_vectors()
-        return compile_once()
+            yield
     finally:
         _forget_vectors()
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Literal
 
 from chunkc._torch_compat.compile_helpers import CompileHelpers
@@ -20,6 +21,7 @@ from chunkc._torch_compat.inductor import (
     inductor_compile,
     inductor_decompositions,
     inductor_joint_passes,
+    named_vectors,
     num_cache_misses,
 )
 from chunkc.capture.backend import TracingOptions
@@ -106,7 +108,7 @@ class SegmentCompiler:
         note = "cached for next time" if self.fuses else ""
         progress = Counted("compiling", len(missing), "different segments", note)
         waiting = deque(missing.values())
-        with CompileHelpers[LoweredSegment]() as helpers:
+        with named_vectors() if self.fuses else nullcontext(), CompileHelpers[LoweredSegment]() as helpers:
             while waiting:
                 elapsed_s = self._compile_segment(waiting.popleft(), progress)
                 if self.fuses:

@@ -346,7 +346,7 @@ class ShapeTable:
 
 @contextmanager
 def old_objects_spared() -> Iterator[None]:
-    """Within the block, collections of cyclic garbage look at objects that were made in it, and at no others.
+    """Within the block, collections of cyclic garbage look at no object that was there before.
 
     Captures make objects by the million, and each full collection would look at all that the imported modules hold.
     Where objects are spared already, by the user or a capture on another thread, nothing changes.

@@ -19,6 +19,7 @@ from chunkc._torch_compat.inductor import (
     inductor_compile,
     inductor_joint_passes,
     inductor_loop,
+    named_vectors,
 )
 
 ODD = 50
@@ -77,6 +78,21 @@ def test_a_segment_is_compiled_without_trying_vector_instructions(probes: list[s
     compiled = inductor_compile(graph, examples)
     assert torch.equal(compiled([torch.zeros(64)])[0], torch.ones(64))
     assert not probes and not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
+
+
+def test_segments_in_one_block_ask_the_processor_once(probes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, list_once = list[str](), cpu_vec_isa.valid_vec_isa_list.__wrapped__
+
+    def noted() -> list[cpu_vec_isa.VecISA]:
+        asked.append("list")
+        return list(list_once())
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", cache(noted))
+    with named_vectors():
+        for size in (64, 65):
+            graph = make_fx(lambda x: (x.cos() + 1,), tracing_mode="fake")(torch.ones(size))
+            inductor_compile(graph, [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")])
+    assert asked == ["list"] and not probes and not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
 
 
 def test_vector_instructions_are_tried_where_a_compilation_fails(probes: list[str]) -> None:
