@@ -35,13 +35,15 @@ def nothing_frozen() -> Iterator[None]:
 
 
 def test_collections_in_a_capture_spare_what_was_there_before(nothing_frozen: None) -> None:
-    before = weakref.ref(Node())
+    before, thresholds = weakref.ref(Node()), gc.get_threshold()
     with shape_cache.old_objects_spared():
         inside = weakref.ref(Node())
         with shape_cache.old_objects_spared():
             gc.collect()
         assert inside() is None and before() is not None and gc.get_freeze_count()
+        assert gc.get_threshold()[0] >= shape_cache.NUM_YOUNG
     assert not gc.get_freeze_count(), "the next collection looks at all of them"
+    assert gc.get_threshold() == thresholds
 
 
 def test_what_the_user_has_frozen_stays_so() -> None:
