@@ -96,8 +96,9 @@ def test_every_figure_was_measured_in_every_round(profile: Path) -> None:
     assert rates.num_rounds == QUICK.num_rounds
     assert all(len(entry.rounds) == rates.num_rounds for entry in rates.table)
     assert {(of, by) for of in Stream for by in subsets_without(of)} == {(s.of, s.by) for s in rates.slowdowns}
-    for found in (rates.matmul_tflops, rates.cpu_update_gparam_per_s, rates.gpu_update_gparam_per_s):
-        assert [entry.dtype for entry in found] == ["float32", "bfloat16"]
+    assert [entry.dtype for entry in rates.matmul_tflops] == ["float32", "bfloat16"]
+    for found in (rates.cpu_update_gparam_per_s, rates.gpu_update_gparam_per_s):
+        assert [entry.dtype for entry in found] == ["float32", "float32 8-bit", "bfloat16", "bfloat16 8-bit"]
     copied = [entry.size for entry in rates.table if entry.name == "copy h2d"]
     assert copied == sorted(copied) and copied[0] == 4096 and copied[-1] > 500_000
 
