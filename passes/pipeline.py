@@ -105,28 +105,34 @@ def make_fitting_plan(
 ) -> Planned:
     """As `make_plan`; where that does not fit, some layers move what they save to the host.
 
-    They do where the options leave it open, and the machine's rates are known; where the options say otherwise, the
-    error says whether moving would do.
+    They do where the options leave it open, and `BudgetError` names the device memory that is enough then. Where the
+    options say otherwise, the error says whether moving would do.
     """
     try:
         return make_plan(schedule, target, options, layout=layout, passes=passes, check=check)
     except BudgetError as error:
-        is_open = options.activations == "auto" and target.rates is not None
-        is_asked = options.activations in ("keep", "recompute")
+        is_open, is_asked = options.activations == "auto", options.activations in ("keep", "recompute")
         if options.moved_share or options.fixed_moves or not (is_open or is_asked):
             raise
-        fitting = None
+        fitting, refusal = None, error
         for share in MOVED_SHARES:
             moving = replace(options, moved_share=share)
             try:
                 fitting = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
-            except BudgetError:
+            except BudgetError as still:
+                refusal = _lesser(error, still)
                 break
             if is_asked:
                 raise _advised(error) from None
         if fitting is None:
-            raise
+            raise (refusal if is_open else error) from None
         return fitting
+
+
+def _lesser(error: BudgetError, moving: BudgetError) -> BudgetError:
+    """The error of a plan, or that of one that moves saved values, if device memory is missing and less is enough."""
+    is_less = moving.moment != Tier.HOST and moving.min_device_nbytes < error.min_device_nbytes
+    return moving if is_less else error
 
 
 def _advised(error: BudgetError) -> BudgetError:

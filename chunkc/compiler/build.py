@@ -12,23 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-
-from torch.fx import Node
 
 from chunkc._torch_compat.inductor import inductor_cache_folder
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
-from chunkc.capture.saved_values import names_of_saved
 from chunkc.compiler.debug import explain
 from chunkc.compiler.device_selection import check_free_memory
 from chunkc.compiler.memory.correct import corrected, stated
 from chunkc.compiler.memory.decisions import plan_beside, plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
+from chunkc.compiler.memory.moved_values import makers_of_staying, names_of_moved, with_staying
 from chunkc.compiler.segment_compiler import SegmentCompiler
-from chunkc.errors import BudgetError, ChunkcError, PlanError
+from chunkc.errors import BudgetError, ChunkcError
 from chunkc.files import KeptDocuments
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
@@ -58,6 +56,8 @@ logger = logging.getLogger("chunkc")
 
 MAX_ROUNDS = 2
 """How often a plan that moves bytes is made again with corrected bytes."""
+MAX_ROUNDS_OF_MOVES = 4
+"""Attempts after which no value moves if some cannot, where they are compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ class PlanRequest:
 class CompiledPlan:
     """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take.
 
-    ``lowered`` are the segments by graph kind, ``graphs`` the same, ready for the executor.
+    ``lowered`` are the segments by graph kind, ``graphs`` the same, ready for the executor. ``staying``: operators of
+    forward whose values cannot move as they are compiled, although the plan moves them.
     """
 
     planned: Planned
@@ -105,6 +106,7 @@ class CompiledPlan:
     lowered: Mapping[GraphKind, LoweredGraph]
     graphs: Mapping[GraphKind, CompiledGraph]
     segment_bytes: tuple[SegmentBytes, ...] = ()
+    staying: frozenset[int] = frozenset()
 
     @property
     def plan(self) -> Plan:
@@ -234,27 +236,6 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
     return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
 
 
-def names_of_moved(captured: Captured, plan: Plan) -> dict[int, frozenset[str]]:
-    """By moved value, the names of all values of the forward graph in its storages.
-
-    Raises:
-        PlanError: when a value has other bytes, makers or readers in the graphs than the plan says.
-    """
-    if not plan.moves:
-        return {}
-    given_out = [n for n in captured.forward.outputs() if isinstance(n, Node) and n.name in captured.user_outputs]
-    saved = names_of_saved(captured.forward, captured.backward, given_out)
-    for value in plan.moves:
-        found, _ = saved.get(value.made_by, (None, None))
-        if found is None or (found.nbytes, found.used_until, found.read_by) != (
-            value.nbytes,
-            value.used_until,
-            value.read_by,
-        ):
-            raise PlanError(f"the plan moves {value}, and the graph has {found}")
-    return {value.index: frozenset(saved[value.made_by][1].made) for value in plan.moves}
-
-
 def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions: int = MAX_ACTIONS) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
@@ -278,11 +259,15 @@ def _moved_nbytes(plan: Plan) -> int:
 
 @dataclass(slots=True)
 class _Search:
-    """Plans, compiles and compares; see the module's text."""
+    """Plans, compiles and compares; see the module's text.
+
+    ``staying``: operators of forward whose values were found not to be able to move.
+    """
 
     captured: Captured
     request: PlanRequest
     compiler: SegmentCompiler
+    staying: set[int] = field(default_factory=set)
     num_attempts: int = 0
     planning_s: float = 0.0
     compiling_s: float = 0.0
@@ -295,7 +280,7 @@ class _Search:
         if device_nbytes is not None:
             target = target.with_budget(Tier.DEVICE, device_nbytes)
         try:
-            planned = _plan(schedule, target, request)
+            planned = _plan(with_staying(schedule, self.staying), target, request)
             stage("verifying the plan")
             verify(planned.plan)
         finally:
@@ -320,7 +305,7 @@ class _Search:
         return self._stated(built) if compiler.fuses else built
 
     def _stated(self, built: CompiledPlan) -> CompiledPlan:
-        started, plan = time.perf_counter(), built.plan
+        started, plan, forward = time.perf_counter(), built.plan, built.graphs["forward"]
         footprints = {kind: self.compiler.footprints(graph) for kind, graph in built.lowered.items()}
         segment_bytes = iteration_bytes(self.captured, plan.segments, built.lowered, footprints)
         is_estimate = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
@@ -335,13 +320,24 @@ class _Search:
         self.planning_s += elapsed_s
         stages = (*plan.stages, StageRecord("fusion", elapsed_s * 1000, note))
         true = replace(true, memory=memory, stages=stages, schedule_digest=self.captured.schedule.digest())
-        return replace(built, planned=replace(built.planned, plan=true), segment_bytes=segment_bytes)
+        staying = makers_of_staying(plan, forward.saved, forward.graph, footprints["forward"])
+        planned = replace(built.planned, plan=true)
+        return replace(built, planned=planned, segment_bytes=segment_bytes, staying=frozenset(staying))
+
+    def compiled(self, schedule: Schedule, device_nbytes: Callable[[], int] | None = None) -> CompiledPlan:
+        """Plan for the target, or ``device_nbytes()``, and compile; again where values that are to move cannot."""
+        while True:
+            built = self.attempt(self.plan(schedule, None if device_nbytes is None else device_nbytes()))
+            if not built.staying:
+                return built
+            makers = {value.made_by for value in built.plan.moves}
+            self.staying |= built.staying if self.num_attempts < MAX_ROUNDS_OF_MOVES else makers
 
     def best(self) -> CompiledPlan:
         """The plan that moves fewest bytes among those tried that fit; BudgetError when none does."""
         schedule, refusal = self.captured.schedule, None
         try:
-            best = self.attempt(self.plan(schedule))
+            best = self.compiled(schedule)
             schedule = _corrected(schedule, best)
         except BudgetError as error:
             refusal = error
@@ -368,7 +364,10 @@ class _Search:
             planned = self.plan(schedule)
         except BudgetError:
             return None
-        return self.attempt(planned) if _moved_nbytes(planned.plan) < moved_nbytes else None
+        if _moved_nbytes(planned.plan) >= moved_nbytes:
+            return None
+        built = self.attempt(planned)
+        return None if built.staying else built
 
     def _least(self, refusal: BudgetError | None) -> tuple[CompiledPlan, Schedule]:
         """Return the plan that needs least device memory of those tried, and the schedule corrected by it.
@@ -377,13 +376,13 @@ class _Search:
         """
         schedule = self.captured.schedule
         try:
-            least = self.attempt(self.plan(schedule, self._least_nbytes(schedule)))
+            least = self.compiled(schedule, lambda: self._least_nbytes(schedule))
         except BudgetError as error:
             raise refusal or error from None
         schedule = _corrected(schedule, least)
         nbytes = self._least_nbytes(schedule)
         if nbytes < least.needed_nbytes:
-            less = self.attempt(self.plan(schedule, nbytes))
+            less = self.compiled(schedule, lambda: self._least_nbytes(schedule))
             schedule = _corrected(schedule, less)
             least = min(least, less, key=lambda built: built.needed_nbytes)
         if not self._fits(least):

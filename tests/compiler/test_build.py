@@ -198,3 +198,39 @@ def test_reserved_bytes_are_part_of_what_an_error_asks_for(captured: Captured) -
         assert caught.value.min_device_nbytes == least(captured, read) + 5000
         assert caught.value.missing_nbytes == least(captured, read) - 1
         assert "5000 of them reserved" in str(caught.value)
+
+
+# --- saved values that move -------------------------------------------------------------------------------------------
+
+MOVING = replace(OPTIONS, activations="offload", moved_share=1.0)
+
+
+def in_one_buffer(segment: LoweredSegment, compiled: SegmentCallable) -> Footprint:
+    """As ``fused``, but the first two results of each segment are made in the buffer of the first."""
+    found = fused(segment, compiled)
+    if len(found.outputs) < 2 or min(found.outputs[:2]) < found.num_inputs:
+        return found
+    return replace(found, outputs=(found.outputs[0], found.outputs[0], *found.outputs[2:]))
+
+
+def within_a_larger_one(segment: LoweredSegment, compiled: SegmentCallable) -> Footprint:
+    """As ``fused``, but every result has a buffer of 64 bytes more."""
+    found = fused(segment, compiled)
+    return replace(found, nbytes=tuple(n + 64 if n else 0 for n in found.nbytes))
+
+
+@pytest.mark.parametrize("read", (in_one_buffer, within_a_larger_one))
+def test_values_that_share_a_buffer_stay_and_the_rest_moves_as_planned(captured: Captured, read: Reader) -> None:
+    """Planned again with what cannot move on the device, within the budget that this takes."""
+    compiler = Counting(read)
+    moving = build(captured, PlanRequest(target(1 << 30), MOVING), Counting(fused)).plan
+    assert len(moving.moves) > 4
+    found = build(captured, PlanRequest(target(1 << 30), MOVING), compiler)
+    verify(found.plan)
+    assert not found.staying and len(found.plan.moves) < len(moving.moves)
+    assert bool(found.plan.moves) == (read is in_one_buffer)
+    assert found.plan.memory.nonmodel_nbytes > moving.memory.nonmodel_nbytes
+    with pytest.raises(BudgetError) as caught:
+        build(captured, PlanRequest(target(1), MOVING), compiler)
+    least = build(captured, PlanRequest(target(caught.value.min_device_nbytes), MOVING), compiler)
+    assert not least.staying and least.plan.memory.device_peak_nbytes <= caught.value.min_device_nbytes

@@ -188,18 +188,42 @@ def rates() -> CostRates:
 
 
 def test_what_does_not_fit_moves_where_that_is_left_open() -> None:
-    """With rates the least share that fits is taken; who asked for another choice is told."""
+    """With rates or without the least share that fits is taken; who asked for another choice is told."""
     schedule = layered(LAYERS)
     tight = target(device=28_000)
-    with pytest.raises(BudgetError, match="It works with"):
-        make_fitting_plan(schedule, tight)
-    fitting = make_fitting_plan(schedule, replace(tight, rates=rates()))
-    assert 0.0 < fitting.moved_share and fitting.plan.moves
+    with pytest.raises(BudgetError):
+        make_plan(schedule, tight)
+    for where in (tight, replace(tight, rates=rates())):
+        fitting = make_fitting_plan(schedule, where)
+        assert 0.0 < fitting.moved_share and fitting.plan.moves
+        with pytest.raises(BudgetError) as refused:
+            make_fitting_plan(schedule, where.with_budget(Tier.HOST, 1000))
+        assert "offload" not in str(refused.value)
     with pytest.raises(BudgetError, match="With activations='offload' it fits"):
         make_fitting_plan(schedule, tight, PlanOptions(activations="keep"))
+
+
+def test_the_least_budget_is_that_of_values_that_move() -> None:
+    """What the error names works, and one byte less does not; where moving takes more, it is that of keeping."""
+    schedule = layered(LAYERS)
     with pytest.raises(BudgetError) as refused:
-        make_fitting_plan(schedule, replace(tight, rates=rates()).with_budget(Tier.HOST, 1000))
-    assert "offload" not in str(refused.value)
+        make_fitting_plan(schedule, target(device=1))
+    nbytes, host_nbytes = refused.value.min_device_nbytes, refused.value.min_host_nbytes
+    fitting = make_fitting_plan(schedule, target(device=nbytes, host=host_nbytes)).plan
+    assert fitting.moves and fitting.memory.device_peak_nbytes == nbytes
+    with pytest.raises(BudgetError):
+        make_fitting_plan(schedule, target(device=nbytes - 1, host=host_nbytes))
+    assert nbytes < least_of(schedule)
+    single = layered([[4096]])
+    with pytest.raises(BudgetError) as alone:
+        make_fitting_plan(single, target(device=1))
+    assert alone.value.min_device_nbytes == least_of(single)
+
+
+def least_of(schedule: Schedule) -> int:
+    with pytest.raises(BudgetError) as kept:
+        make_plan(schedule, target(device=1))
+    return kept.value.min_device_nbytes
 
 
 def test_the_search_moves_what_gains_time() -> None:

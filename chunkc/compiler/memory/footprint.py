@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,13 @@ class Footprint:
     steps: tuple[Step, ...]
     outputs: tuple[int, ...]
     is_exact: bool
+
+    def has_apart(self, positions: Collection[int], nbytes: int) -> bool:
+        """Whether the outputs at ``positions`` have storages of the segment's own and theirs alone, of ``nbytes``."""
+        own = {storage for p, storage in enumerate(self.outputs) if p in positions} - {NO_STORAGE}
+        others = {storage for p, storage in enumerate(self.outputs) if p not in positions}
+        is_made = own.isdisjoint(others) and all(storage >= self.num_inputs for storage in own)
+        return is_made and sum(self.nbytes[storage - self.num_inputs] for storage in own) == nbytes
 
 
 @dataclass(slots=True)
