@@ -2,8 +2,9 @@
 
 For each model of ``architecture_models.py`` and ``handwritten_models.py``: eager PyTorch with ``torch.optim.AdamW``
 trains five steps in fp32, then chunkc does on an emulated device of 1.05 times the smallest budget that ``BudgetError``
-names. Compared are all elements of the first gradients, of the final parameters and both moments, and the losses. The
-script prints a table, writes it to docs/architectures.md, and ends with exit code 1 when a model fails.
+names. Compared are all elements of the first gradients, of the final parameters and both moments, and the losses. Then
+each is trained under every choice for its activations (`activation_choices`). The script prints two tables, writes them
+to docs/architectures.md, and ends with exit code 1 when a model fails.
 
     OMP_WAIT_POLICY=passive python benchmarks/architectures.py
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import activation_choices
 import torch
 import transformers
 from architecture_models import ALL as OF_TRANSFORMERS
@@ -194,25 +196,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what was asked for, print and write the matrix, and return the exit code."""
     args = parse(argv)
     runs = [(name, "eager") for name in args.only or BY_NAME] + [(name, "inductor") for name in args.inductor]
-    lines, failed = [], 0
-    print(" | ".join(COLUMNS))
-    for name, backend in runs:
-        cells, is_good = cells_of(BY_NAME[name], backend)
-        failed += not is_good
-        lines.append(f"| {' | '.join(cells)} |")
-        print(lines[-1], flush=True)
+    tables = [(COLUMNS, cells_of), (activation_choices.COLUMNS, activation_choices.cells_of)]
+    lines, num_failed = [], 0
+    for columns, measure_cells in tables[args.activations_only :]:
+        print(" | ".join(columns))
+        lines.append([])
+        for name, backend in runs:
+            cells, is_good = measure_cells(BY_NAME[name], backend)
+            num_failed += not is_good
+            lines[-1].append(f"| {' | '.join(cells)} |")
+            print(lines[-1][-1], flush=True)
     if args.out is not None:
-        args.out.write_text(document(lines, args.inductor))
-    return 1 if failed else 0
+        args.out.write_text(document(*lines, args.inductor))
+    return 1 if num_failed else 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train every architecture in the least memory, against PyTorch.")
     parser.add_argument("--only", nargs="+", choices=list(BY_NAME), help="these architectures (and write no file)")
     parser.add_argument("--inductor", nargs="*", choices=list(BY_NAME), default=["llama", "bert", "gpt2"])
-    parser.add_argument("--out", type=Path, help=f"the document (default: {DOCUMENT.name} in docs, without --only)")
+    parser.add_argument("--activations-only", action="store_true", help="only the second table (and write no file)")
+    parser.add_argument("--out", type=Path, help=f"the document (default: {DOCUMENT.name} in docs, of all models)")
     args = parser.parse_args(argv)
-    if args.out is None and args.only is None:
+    if args.out is None and args.only is None and not args.activations_only:
         args.out = DOCUMENT
     return args
 
@@ -237,8 +243,8 @@ def cells_of(architecture: Architecture, backend: str) -> tuple[list[str], bool]
     return [*start, *kib[:2], share, kib[2], *errors, result], not row.failures
 
 
-def document(lines: Sequence[str], inductor: Sequence[str]) -> str:
-    """The matrix as a page."""
+def document(lines: Sequence[str], choices: Sequence[str], inductor: Sequence[str]) -> str:
+    """Both tables as a page; ``choices``: the lines of the second."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, chunkc {chunkc.__version__}"
     allowed = {kind: f"{tolerance:.0e}" for kind, tolerance in TOLERANCES.items()}
     text = f"""\
@@ -253,7 +259,7 @@ plan that the interpreter runs. `make architectures` writes this page.
 {datetime.now(UTC).date()}, {versions}. Compiled with Inductor, beside the interpreter: {", ".join(inductor) or "none"}.
 """  # noqa: E501
     table = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", *lines]
-    return "\n".join(["# Architectures", "", text, *table, ""])
+    return "\n".join(["# Architectures", "", text, *table, "", *activation_choices.section(choices)])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,10 @@ before them, which the launching thread takes, so that its path ends in overhead
 for the last, of which a few fit on the device at a time: copies bound it. In the least memory all updates are the
 host's and take longer than the forward; they bound the step where none begins before ``step()``.
 
+Two more have blocks of layers on many rows, which save more for backward than the device holds. They differ in their
+link alone: over the usual one saved values leave and come back beside the computation; over one of a tenth they
+would not, and computing most blocks again is faster. The plan decides; each is held against the other way too.
+
 **A measured step** is the median time from one iteration of a training loop to the next, by the wall clock. Streams and
 waits are read from the device's own record of when its actions ran, by the code that reads a simulation.
 
@@ -49,6 +53,7 @@ from chunkc.cost.timeline import Timeline
 from chunkc.hardware.profile import CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.passes import Activations
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.devices.throttle import Span
 
@@ -69,11 +74,22 @@ SLOWDOWNS: Final = {
 
 
 class Tower(nn.Module):
-    """``num_layers`` equal layers and a mean of squares; the last ``num_trained`` are not frozen."""
+    """``num_layers`` equal layers and a mean of squares; the last ``num_trained`` are not frozen.
 
-    def __init__(self, num_layers: int, width: int, num_trained: int) -> None:
+    With a ``depth`` above one, each is a block of as many.
+    """
+
+    def __init__(self, num_layers: int, width: int, num_trained: int, depth: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+
+        def layer() -> nn.Module:
+            return nn.Linear(width, width, bias=False)
+
+        def block() -> nn.Module:
+            inner = [part for _ in range(depth - 1) for part in (layer(), nn.ReLU())]
+            return nn.Sequential(*inner, layer()) if inner else layer()
+
+        self.layers = nn.ModuleList(block() for _ in range(num_layers))
         self.layers[: num_layers - num_trained].requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +101,11 @@ class Tower(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A tower, the rows of a batch, its device memory, what bounds its step, and a norm beyond all."""
+    """A tower, the rows of a batch, its device memory, what bounds its step, and a norm beyond all.
+
+    ``activations`` as of ``compile``. ``moves``: whether most saved values move, or few do and blocks are computed
+    again; None where they fit.
+    """
 
     name: str
     num_layers: int
@@ -95,18 +115,40 @@ class Case:
     hw: str
     bounds: tuple[str, ...]
     max_grad_norm: float | None = None
+    depth: int = 1
+    copy_gb_per_s: float = COPY_GB_PER_S
+    activations: Activations = "auto"
+    moves: bool | None = None
 
     def build(self) -> nn.Module:
         """The model, with the same values each time."""
         with torch.random.fork_rng():
             torch.manual_seed(1)
-            return Tower(self.num_layers, self.width, self.num_trained)
+            return Tower(self.num_layers, self.width, self.num_trained, self.depth)
 
     def batch(self) -> torch.Tensor:
         """Rows to train on."""
         return torch.randn(self.num_rows, self.width, generator=torch.Generator().manual_seed(2))
 
+    def options(self) -> dict[str, Any]:
+        """Options of ``compile`` and ``plan``."""
+        return {
+            "dtype": torch.float32,
+            "backend": "eager",
+            "chunk_size": self.width**2,
+            "activations": self.activations,
+        }
 
+    def machine(self) -> chunkc.Hardware:
+        """Its device memory, with the declared rates."""
+        return replace(
+            chunkc.Hardware.parse(self.hw),
+            name=f"{self.hw} (declared)",
+            rates=declared_rates(self.copy_gb_per_s),
+        )
+
+
+_BLOCKS: Final = Case("moving wins", 12, 128, 12, 512, "emulated-6m-1g", ("compute",), depth=3, moves=True)
 CASES: Final = (
     Case("compute-bound", 24, 256, 24, 96, "emulated-24m-1g", ("compute",)),
     Case("copy-bound", 28, 512, 1, 24, "emulated-8m-1g", ("h2d", "d2h")),
@@ -114,17 +156,17 @@ CASES: Final = (
     Case("with a decision", 24, 256, 24, 24, "emulated-12m-1g", ("cpu", "compute", "overhead"), max_grad_norm=1e9),
     Case("begun", 24, 256, 24, 24, "emulated-3m-1g", ("compute", "h2d")),
     Case("begun, decision", 24, 256, 24, 24, "emulated-3m-1g", ("compute", "h2d", "overhead"), max_grad_norm=1e9),
+    _BLOCKS,
+    replace(_BLOCKS, name="recomputed", activations="recompute", moves=False),
+    replace(_BLOCKS, name="moving loses", copy_gb_per_s=COPY_GB_PER_S / 10, moves=False),
+    replace(_BLOCKS, name="moved", copy_gb_per_s=COPY_GB_PER_S / 10, activations="offload", bounds=("h2d", "d2h")),
 )
+"""Behind a case of which the plan decides what is done with activations stands one that does the other."""
 
 
-def machine(hw: str) -> chunkc.Hardware:
-    """``hw`` with the declared rates."""
-    return replace(chunkc.Hardware.parse(hw), name=f"{hw} (declared)", rates=declared_rates())
-
-
-def declared_rates() -> Rates:
+def declared_rates(copy_gb_per_s: float = COPY_GB_PER_S) -> Rates:
     """Rates of the machine; launches are declared to take no time, so their time counts as a difference."""
-    copy = CopyRate(_exact(COPY_LATENCY_US), _exact(COPY_GB_PER_S))
+    copy = CopyRate(_exact(COPY_LATENCY_US), _exact(copy_gb_per_s))
     none = _exact(0.0)
     return Rates(
         h2d=copy,
@@ -213,6 +255,11 @@ class Run:
         return self.overrun_share > 0.01 or max(self.steps_ms) - min(self.steps_ms) > 0.05 * self.step_ms
 
 
+def moves_most(plan: Plan) -> bool:
+    """Whether at least half of the bytes that are saved for backward move to the host and back."""
+    return 2 * plan.copies_nbytes >= sum(value.nbytes for value in plan.saved) > 0
+
+
 def hideable(timeline: Timeline) -> tuple[float, float]:
     """K and W of the module docstring, milliseconds."""
     copies_ms = waiting_ms = 0.0
@@ -258,10 +305,10 @@ def train(case: Case, num_steps: int = 5, settings: str = "throttle", num_tries:
 
 
 def _train(case: Case, num_steps: int, settings: str) -> Run:
-    hw = machine(case.hw)
+    hw = case.machine()
     model = case.build()
     with patch.dict(os.environ, CHUNKC_EMULATED=settings):
-        chunkc.compile(model, hw, dtype=torch.float32, backend="eager", chunk_size=case.width**2)
+        chunkc.compile(model, hw, **case.options())
     optimizer = chunkc.AdamW(model.parameters(), max_grad_norm=case.max_grad_norm)
     device: Any = compiled_of(model).runtime.device
     if not isinstance(device, EmulatedDevice):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def matrix(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import architectures
 
     yield architectures
-    for name in ("architectures", "architecture_models", "handwritten_models"):
+    for name in ("architectures", "activation_choices", "architecture_models", "handwritten_models"):
         sys.modules.pop(name, None)
 
 
@@ -48,6 +49,39 @@ def test_trains_exactly_in_the_least_memory(name: str, matrix: ModuleType) -> No
 @pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
 def test_trains_exactly_under_inductor(name: str, matrix: ModuleType) -> None:
     assert matrix.measure(matrix.BY_NAME[name], "inductor").failures == []
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_every_choice_for_activations_has_the_same_bits_at_its_least_budget(name: str, matrix: ModuleType) -> None:
+    row = matrix.activation_choices.measure(matrix.BY_NAME[name])
+    assert row.failures == []
+    assert row.least_nbytes.keys() == row.unequal.keys() == {"keep", "recompute", "offload", "mixture"}
+    assert row.moved_nbytes["keep"] == row.moved_nbytes["recompute"] == 0 < row.moved_nbytes["mixture"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
+def test_every_choice_is_its_own_segments_kept_under_inductor(name: str, matrix: ModuleType) -> None:
+    assert matrix.activation_choices.measure(matrix.BY_NAME[name], "inductor").failures == []
+
+
+def test_other_bits_no_moves_and_no_dropout_are_said(matrix: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wrong bit in one run, one choice that moves nothing, and a model that no seed decides."""
+    choices = matrix.activation_choices
+    monkeypatch.setattr(choices, "least_nbytes", lambda *_: 1)
+    monkeypatch.setattr(choices, "is_random", lambda _: False)
+
+    def train(_: object, choice: Any, *__: object) -> Any:
+        values = {"a": torch.ones(3)}
+        if choice.activations == "offload":
+            values["a"][1] = values["a"][1].nextafter(torch.tensor(2.0))
+        memory = SimpleNamespace(device_budget_nbytes=1)
+        plan = SimpleNamespace(memory=memory, segments=())
+        return choices.Trained(plan, {"moved_saved_nbytes": int(bool(choice.passes))}, [1.0], {}, values)
+
+    monkeypatch.setattr(choices, "train", train)
+    row = choices.measure(SimpleNamespace(name="a"))
+    assert row.failures == ["offload: other parameters", "offload moves nothing", "no dropout"]
 
 
 WRONG = {
