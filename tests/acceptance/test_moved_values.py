@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,46 @@ def test_an_exception_in_backward_loses_nothing(kept: dict[str, Any]) -> None:
         loss.backward(retain_graph=True)
     loss.backward()
     assert_kept(model, kept)
+
+
+class Steps:
+    """Training with dropout, of which steps may be run by one model and the next by another."""
+
+    def __init__(self, activations: str) -> None:
+        torch.manual_seed(2)
+        plain = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.2)) for _ in range(6)))
+        options: dict[str, Any] = {"dtype": torch.float32, "backend": "eager", "activations": activations}
+        self.model = chunkc.compile(plain, "emulated-64m-256m", **options)
+        self.optimizer = chunkc.AdamW(self.model.parameters(), lr=1e-2)
+        self.losses: list[float] = []
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            loss = self.model(BATCH[:512]).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+
+    def bits(self) -> list[torch.Tensor]:
+        states = [v for s in self.optimizer.state_dict()["state"].values() for v in s.values()]
+        return [*(p.detach().clone() for p in self.model.parameters()), *states]
+
+
+def test_a_checkpoint_resumes_with_the_same_bits_whatever_moves(tmp_path: Path) -> None:
+    """Saved between two steps by a run that moves; loaded by runs that move, recompute and keep."""
+    first = Steps("offload")
+    torch.manual_seed(7)
+    first.run(2)
+    chunkc.save_checkpoint(tmp_path, first.model, first.optimizer).result()
+    first.run(2)
+    assert chunkc.stats(first.model)["moved_saved_nbytes"] > 0
+    for activations in ("offload", "recompute", "keep"):
+        second = Steps(activations)
+        chunkc.load_checkpoint(tmp_path, second.model, second.optimizer)
+        second.run(2)
+        assert second.losses == first.losses[2:], activations
+        assert all(map(torch.equal, second.bits(), first.bits())), activations
 
 
 def test_hooks_on_saved_tensors_are_refused() -> None:

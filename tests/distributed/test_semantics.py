@@ -111,6 +111,23 @@ def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
     assert moved[0] == 0 and min(moved[1:]) > 0
 
 
+def test_saved_values_that_move_give_the_same_bits(two_ranks: Pool) -> None:
+    """With dropout, on two ranks that share the chunks: kept, moved, and moved in the least memory that works."""
+    recipe = replace(PLACEMENT, num_steps=3)
+    moving = {"moved_share": 1.0, "activations": "offload", "os_home": "host"}
+    works = [
+        Work("gpt2_dropout", recipe, wishes={"os_home": "host"}),
+        Work("gpt2_dropout", recipe, wishes=moving),
+        Work("gpt2_dropout", recipe, wishes=moving, hw=None),
+    ]
+    found = two_ranks.run(train_all, works)
+    kept, *others = (together(list(runs)) for runs in zip(*map(runs_of, found), strict=True))
+    for other in others:
+        assert_same_bits(other, kept)
+    moved = [[done.stats["moved_saved_nbytes"] for done in rank] for rank in found]
+    assert all(rank[0] == 0 < min(rank[1:]) for rank in moved)
+
+
 def test_inductor(two_ranks: Pool) -> None:
     found = two_ranks.run(train, Work("odd", hw=None, backend="inductor", wishes={"chunk_numel": 16384}))
     check_semantics(runs_of(found), train_large(CASES["odd"], QUICK, 2))

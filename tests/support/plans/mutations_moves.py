@@ -57,6 +57,11 @@ VALUES: list[Mutation] = [
         (r"backward b7 `run bwd\.2", "it reads a0, which is away"),
     ),
     (
+        "computed again from what is gone",
+        lambda: moving().but(moves=(replace(VALUE, read_by=(0, 3)),)),
+        (r"backward b\d+ `run bwd\.0", "it reads a0, which is away"),
+    ),
+    (
         "reloaded before it has memory",
         lambda: moving().delete("backward", 3),
         (r"backward b7 `reload a0", "a0 is away, not empty"),
