@@ -8,10 +8,12 @@ from types import ModuleType
 
 import pytest
 
+import chunkc
 from chunkc.ir.actions import Stream
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("compute-bound", "copy-bound", "update-bound", "with a decision", "begun", "begun, decision")
+CHOSEN = ("compute-bound", "copy-bound", "update-bound", "with a decision", "begun", "begun, decision")
+NAMES = (*CHOSEN, "moving wins", "recomputed", "moving loses", "moved")
 
 
 @pytest.fixture
@@ -31,6 +33,21 @@ def runs(script: ModuleType) -> ModuleType:
 
 def test_there_is_a_model_for_every_bound(script: ModuleType) -> None:
     assert tuple(case.name for case in script.CASES) == NAMES
+
+
+@pytest.mark.parametrize("name", ["moving wins", "moving loses"])
+def test_plans_move_saved_values_where_that_is_faster(name: str, script: ModuleType) -> None:
+    """Simulated: over a slow link most blocks are computed again, over a fast one none; the other way is slower."""
+    case, other = script.CASES[NAMES.index(name) :][:2]
+    chosen, rejected = (
+        chunkc.plan(c.build(), c.machine(), example_inputs=(c.batch(),), **c.options()) for c in (case, other)
+    )
+    assert script.moves_most(chosen) == case.moves != script.moves_most(rejected)
+    step_ms = [chunkc.simulate(plan, case.machine()).step_ms for plan in (chosen, rejected)]
+    assert step_ms[0] < 0.95 * step_ms[1]
+    num_ops = [sum(s.end_op - s.first_op for s in plan.segments) for plan in (chosen, rejected)]
+    assert (num_ops[0] < num_ops[1]) == case.moves, "what does not move is computed again"
+    assert {case.activations, other.activations} == {"auto", "recompute" if case.moves else "offload"}
 
 
 @pytest.mark.slow
@@ -76,7 +93,7 @@ def test_the_benchmark_writes_what_it_prints(script: ModuleType, tmp_path: Path,
     out = tmp_path / "result.json"
     assert script.main(["--steps=3", f"--out={out}"]) == 0
     rows = json.loads(out.read_text())["rows"]
-    assert [row["case"] for row in rows] == [name for name in NAMES for _ in range(2)]
+    assert [row["case"] for row in rows] == [n for n in NAMES for _ in range(1 if n in ("recomputed", "moved") else 2)]
     printed = capsys.readouterr().out
     assert all(f"{row['step_ms']:9.1f}" in printed for row in rows)
     assert all(abs(row["step_error"]) <= 0.1 for row in rows if row["settings"] == "throttle")

@@ -23,7 +23,7 @@ from chunkc.passes.lower import LoweredSegment
 from chunkc.runtime.execution.bound_action import SegmentCallable
 
 Reader = Callable[[LoweredSegment, SegmentCallable], Footprint]
-OPTIONS = PlanOptions(chunk_numel=64 * 64)
+OPTIONS = PlanOptions(chunk_numel=64 * 64, activations="keep")
 
 
 class Wavy(nn.Module):
