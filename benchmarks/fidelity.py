@@ -29,6 +29,8 @@ import chunkc
 RESULTS = Path(__file__).parent / "results"
 MAX_STEP_ERROR = 0.1
 MAX_PEAK_ERROR = 0.05
+MAX_PEAK_ERROR_BY_BLOCKS = 0.15
+"""Of plans in which a value, larger than a layer, is alive within one operator only, or moves and counts for a segment."""
 MIN_HIDDEN_SHARE = 0.9
 
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'':14} {'measured':>9} {'simulated':>9} {'error':>6}  {'bound':7} {'peak':>6} {'hidden':>7} {'work':>6}")
     rows, failures = list[dict[str, Any]](), list[str]()
     chosen: Run | None = None
-    for case in CASES:
+    for case in (case for case in CASES if args.only is None or case.name in args.only):
         is_choice = case.activations == "auto"
         for settings in ("throttle", "throttle,sync") if is_choice else ("throttle",):
             run = train(case, args.steps, settings)
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Simulated steps against those of a throttled device.")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of a run, behind two of warm-up")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], help="these cases alone")
     parser.add_argument("--out", type=Path, help="result file (default: one of this day under benchmarks/results)")
     return parser.parse_args(argv)
 
@@ -117,7 +120,7 @@ def failures_of(case: Case, run: Run) -> list[str]:
         found.append(f"{case.name}: {run.plan.copies_nbytes} bytes of saved values move")
     if case.activations != "auto":
         return found
-    if abs(run.peak_error) > MAX_PEAK_ERROR:
+    if abs(run.peak_error) > (MAX_PEAK_ERROR if case.moves is None else MAX_PEAK_ERROR_BY_BLOCKS):
         found.append(f"{case.name}: the planned peak is off by {run.peak_error:+.1%}")
     if run.hidden_share < MIN_HIDDEN_SHARE:
         found.append(f"{case.name}: {run.hidden_share:.1%} of the hideable copy time was hidden")
