@@ -30,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 MAX_STEP_ERROR = 0.1
 MAX_PEAK_ERROR = 0.05
 MAX_PEAK_ERROR_BY_BLOCKS = 0.15
-"""Of plans in which a value, larger than a layer, is alive within one operator only, or moves and counts for a segment."""
+"""Where activations are large: some are alive within one operator only, those that move count for whole segments."""
 MIN_HIDDEN_SHARE = 0.9
 
 
