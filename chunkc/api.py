@@ -94,8 +94,8 @@ def compile(  # the name that torch.compile taught users
         chunk_size: elements per chunk, or ``"auto"``.
         activations: what forward saves for backward is kept on the device (``"keep"``), computed again in backward
             (``"recompute"``), or goes to host memory until then (``"offload"``: all layers' but the last ones').
-            ``"auto"`` takes what simulates fastest; where the machine's rates are not known it keeps what fits, computes
-            the rest again, and moves what fits in no other way.
+            ``"auto"`` takes what simulates fastest. Where the machine's rates are not known it keeps what fits,
+            computes the rest again, and moves what fits in no other way.
         accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does; scale
             the losses yourself. A step may come earlier. More than one takes host (or device) memory for the gradients,
             which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
