@@ -130,7 +130,7 @@ def make_fitting_plan(
 
 
 def _lesser(error: BudgetError, moving: BudgetError) -> BudgetError:
-    """The error of a plan, or that of one that moves saved values, if device memory is missing and less is enough."""
+    """The error of a plan, or that of one that moves saved values, where less of the device is enough."""
     is_less = moving.moment != Tier.HOST and moving.min_device_nbytes < error.min_device_nbytes
     return moving if is_less else error
 

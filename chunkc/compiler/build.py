@@ -325,7 +325,7 @@ class _Search:
         return replace(built, planned=planned, segment_bytes=segment_bytes, staying=frozenset(staying))
 
     def compiled(self, schedule: Schedule, device_nbytes: Callable[[], int] | None = None) -> CompiledPlan:
-        """Plan for the target, or ``device_nbytes()``, and compile; again where values that are to move cannot."""
+        """Plan for the target, or ``device_nbytes()``, and compile; again where a value cannot move."""
         while True:
             built = self.attempt(self.plan(schedule, None if device_nbytes is None else device_nbytes()))
             if not built.staying:

@@ -49,7 +49,7 @@ class Footprint:
     is_exact: bool
 
     def has_apart(self, positions: Collection[int], nbytes: int) -> bool:
-        """Whether the outputs at ``positions`` have storages of the segment's own and theirs alone, of ``nbytes``."""
+        """Whether the outputs at ``positions``, and no others, have storages made here, of ``nbytes``."""
         own = {storage for p, storage in enumerate(self.outputs) if p in positions} - {NO_STORAGE}
         others = {storage for p, storage in enumerate(self.outputs) if p not in positions}
         is_made = own.isdisjoint(others) and all(storage >= self.num_inputs for storage in own)

@@ -48,7 +48,7 @@ def names_of_moved(captured: Captured, plan: Plan) -> dict[int, frozenset[str]]:
 def makers_of_staying(
     plan: Plan, names: Mapping[int, Set[str]], forward: GraphValues, footprints: Sequence[Footprint]
 ) -> set[int]:
-    """Operators of forward whose values are to move and have no storages of their own in compiled segments.
+    """Operators of forward whose values are to move but have no storages of their own as compiled.
 
     ``names`` as of `names_of_moved`; ``footprints`` of the forward segments, of which those that are no exact account
     of the compiled code tell nothing.
