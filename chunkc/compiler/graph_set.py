@@ -217,9 +217,7 @@ class GraphSet:
             request = replace(request, target=replace(request.target, model=f"{request.target.model} ({graph.name})"))
             if request.options.moved_share:
                 logger.info("%s keeps its activations: values move in forwards of one graph only", request.target.model)
-                request = replace(request, options=replace(request.options, moved_share=0.0, activations="keep"))
-        if not graph.is_in_flight:
-            request = replace(request, options=replace(request.options, in_flight=1))
+            request = replace(request, options=replace(request.options, moved_share=0.0, activations="offload"))
         return build(self._as_it_runs(graph, request), request, graph.compiler, graph.log_level)
 
     def _as_it_runs(self, graph: RecordedGraph, request: PlanRequest) -> Captured:
