@@ -9,9 +9,9 @@ from dataclasses import fields
 from chunkc import cost
 from chunkc.cost.timeline import OVERHEAD, Stall
 from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.cell import cell
-from chunkc.ir.actions import Stream
 from chunkc.report.columns import table, wrapped
 from chunkc.report.frame import LANE_NAMES
 from chunkc.report.units import percent, plural, printable, unit_for
@@ -141,9 +141,7 @@ def _stalls(timeline: cost.Timeline) -> str:
         for stall in timeline.stalls[:MAX_STALLS]
     ]
     shown = "" if len(timeline.stalls) <= MAX_STALLS else f"; the {MAX_STALLS} longest"
-    heading = (
-        f"the device waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
-    )
+    heading = f"the device waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
     return heading + table(("ms", "before", "waits for", "meanwhile, ms"), rows, "rlll")
 
 
