@@ -148,7 +148,7 @@ def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Record:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The rows as Markdown, in MiB; the measured peak is empty where no step ran."""
+    """The rows as Markdown, in MiB; the last column, measured peaks, is empty where no step ran."""
 
     def mib(nbytes: int | None) -> str:
         return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
@@ -160,8 +160,10 @@ def table(result: Mapping[str, Any]) -> str:
         )
         for row in result["models"]
     ]  # fmt: skip
-    headers = ("model", "", "before, MiB", "now, MiB", "ratio", "measured in a step, MiB")
-    return tabulate(rows, headers, "pipe", disable_numparse=True, colalign=("left", "left", *("right",) * 4)) + "\n"
+    headers = ("model", "", "before, MiB", "now, MiB", "ratio", "second step, MiB")
+    if not any(row[-1] for row in rows):
+        rows, headers = [row[:-1] for row in rows], headers[:-1]  # type: ignore[assignment]
+    return tabulate(rows, headers, "pipe", disable_numparse=True) + "\n"
 
 
 def write_page(result: Mapping[str, Any]) -> None:
