@@ -200,6 +200,27 @@ class GraphSet:
                 raise
         return graph.counted_nbytes(entry.plan)
 
+    def widen(self, entry: GraphEntry) -> Captured:
+        """Plan the iteration of ``entry`` with the tangents of all outputs; BudgetError changes nothing."""
+        graph = self.graphs[entry]
+        captured = graph.captured
+        if captured.general is None:
+            raise ChunkcError("a backward reads all tangents already and is to read more; please report this")
+        logger.info("a loss uses outputs beside the scalar one: plans count their gradients from now on")
+        graph.captured = captured.general()
+        try:
+            self.plan(entry)
+        except BaseException as error:
+            graph.captured = captured
+            if isinstance(error, BudgetError):
+                error.args = (
+                    f"{error} The loss uses outputs beside the scalar one, whose gradients take as much memory as they "
+                    "do; compute it inside forward, or detach these outputs",
+                )
+            raise
+        self.trains_scalar = False
+        return graph.captured
+
     def _counts_more(self, entry: GraphEntry, plan: Plan, nbytes: int, before_nbytes: int) -> bool:
         """Let ``plan`` count ``nbytes`` of others, for ``before_nbytes``, if there is room beside its arena."""
         ample_nbytes = nbytes + int(SHARE_OF_GROWTH * nbytes) if before_nbytes else nbytes
@@ -218,6 +239,8 @@ class GraphSet:
             if request.options.moved_share:
                 logger.info("%s keeps its activations: values move in forwards of one graph only", request.target.model)
             request = replace(request, options=replace(request.options, moved_share=0.0, activations="offload"))
+        if not graph.is_in_flight:
+            request = replace(request, options=replace(request.options, in_flight=1))
         return build(self._as_it_runs(graph, request), request, graph.compiler, graph.log_level)
 
     def _as_it_runs(self, graph: RecordedGraph, request: PlanRequest) -> Captured:

@@ -349,7 +349,7 @@ class ShapeTable:
 
 @contextmanager
 def old_objects_spared() -> Iterator[None]:
-    """Within the block, collections of cyclic garbage look at no object that was there before, and are rarer.
+    """Within the block, collections of cyclic garbage spare what was there before, and are rarer.
 
     Captures make objects by the million, most of which stay, and each full collection would look at all that the
     imported modules hold. Where objects are spared already, by the user or a capture on another thread, nothing

@@ -35,7 +35,9 @@ MIB = 1 << 20
 NUM_STEPS = 3
 MAX_STEPS = 30  # a busy machine samples a short peak seldom: it takes more steps to have seen it
 MAX_UNUSED = 0.10  # of the budget
-LIBRARIES_NBYTES = 10 << 20  # what oneDNN makes in a first step and keeps; plain PyTorch: 9.1 MB for the llama in 16 bits
+LIBRARIES_NBYTES = (
+    10 << 20
+)  # what oneDNN makes in a first step and keeps; plain PyTorch: 9.1 MB for the llama in 16 bits
 SLACK_NBYTES = 128 << 10  # objects of the interpreter, which malloc counts like tensors
 PACKING_NBYTES = 3 << 20  # CUDA builds of torch: their MKL packs operands into buffers that come and go (1.6 MB for two
 # threads and one product, measured with 2.11), where that of CPU builds reads them in place
