@@ -224,10 +224,14 @@ def train(
 
 
 class DroppingLinear(nn.Linear):
-    """A linear layer with dropout behind it."""
+    """A linear layer with dropout in front of it.
+
+    Behind it a gradient may come transposed (Mamba), which torch's captured backward of dropout gets wrong: its
+    ``aot_eager`` fails, too.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(super().forward(x), DROPOUT, self.training)
+        return super().forward(F.dropout(x, DROPOUT, self.training))
 
 
 class DroppingConv2d(nn.Conv2d):
@@ -238,7 +242,7 @@ class DroppingConv2d(nn.Conv2d):
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """``model`` with dropout wherever its modules name it, or behind its linear layers, else its convolutions."""
+    """``model`` with dropout wherever its modules name it, or in front of its linear layers, else behind convolutions."""
     found = False
     for module in model.modules():
         named = (
