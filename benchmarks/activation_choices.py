@@ -242,7 +242,7 @@ class DroppingConv2d(nn.Conv2d):
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """``model`` with dropout wherever its modules name it, or in front of its linear layers, else behind convolutions."""
+    """``model`` with dropout wherever modules name it, or in front of its linear layers, else behind convolutions."""
     found = False
     for module in model.modules():
         named = (
