@@ -85,6 +85,12 @@ class PlanRequest:
         """The request for a layout in place of the one that there is, whose memory the new one takes over."""
         return replace(self, layout=None, held_nbytes=self.all_held_nbytes())
 
+    def keeping_values(self) -> PlanRequest:
+        """The request without moves of saved values that are not asked for."""
+        if self.options.activations != "auto" or self.options.fixed_moves:
+            return self
+        return replace(self, options=replace(self.options, activations="offload", moved_share=0.0))
+
     def all_held_nbytes(self) -> int:
         """``held_nbytes``, and what the layout takes of host memory."""
         if self.layout is None:

@@ -119,10 +119,14 @@ class GraphSet:
         return is_left
 
     def plan(self, entry: GraphEntry) -> None:
-        """Plan a graph of the set in the layout, or make one; BudgetError where no layout suffices."""
+        """Plan a graph of the set in the layout, or make one; BudgetError where no layout suffices.
+
+        In the layout that there is, saved values only move by themselves where no other layout suffices: what they move
+        is moved in every step, a layout once.
+        """
         request, graph = self._request(), self.graphs[entry]
         try:
-            built = self._build(graph, request)
+            built = self._build(graph, request if request.layout is None else request.keeping_values())
         except BudgetError:
             counts_garbage = self._recount(graph)
             if request.layout is None and graph.compiled_by is None and not counts_garbage:
@@ -136,7 +140,20 @@ class GraphSet:
             graph.compiler, graph.compiled_by, graph.log_level = graph.compiled_by, None, logging.INFO
             self.plan(entry)
         else:
+            self._plan_elsewhere(entry, request)
+
+    def _plan_elsewhere(self, entry: GraphEntry, request: PlanRequest) -> None:
+        """Plan in a new layout, else in that of ``request`` with saved values that move."""
+        try:
             self._plan_in_new_layout(entry)
+        except BudgetError as refusal:
+            if request.keeping_values() is request:
+                raise
+            try:
+                built = self._build(self.graphs[entry], request)
+            except BudgetError:
+                raise refusal from None
+            self._installed(built, entry)
 
     def _recount(self, graph: RecordedGraph) -> bool:
         """Count what is alive beside ``graph`` without garbage, as of an exception; whether it is less."""
