@@ -6,13 +6,16 @@ them turns out to differ between both processes, it compiles the graph again, an
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from chunkc._torch_compat.inductor import inductor_compile
+
+logger = logging.getLogger(__name__)
 
 
 def num_compile_processes() -> int:
@@ -20,6 +23,13 @@ def num_compile_processes() -> int:
     import torch._inductor.config
 
     return torch._inductor.config.compile_threads or 1
+
+
+_NOT_SENT: Final = (
+    *(pickle.PicklingError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError),
+    *(LookupError, ImportError, OSError),
+)
+"""Raised by pickling, or a user's ``__reduce__``, of objects of C++, local functions, operators, deep graphs."""
 
 
 def packed(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bytes | None:
@@ -33,8 +43,9 @@ def packed(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bytes | Non
     try:
         graph = GraphPickler.dumps((module, tuple(examples)), Options(ops_filter=None))
         return pickle.dumps((torch._inductor.config.save_config(), torch.get_num_threads(), graph))
-    except (pickle.PicklingError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError):
-        return None  # as pickling says it of objects of C++, local functions, operators and graphs that nest too deep
+    except _NOT_SENT as error:
+        logger.debug("a segment is compiled by this process alone: %s", error)
+        return None
 
 
 def compile_packed(data: bytes) -> None:

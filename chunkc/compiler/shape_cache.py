@@ -278,7 +278,7 @@ class ShapeTable:
         if entry is None:
             self.check_room()
             stage("capturing the forward")
-            entry, sparing = Entry(self._make_run(places), places), old_objects_spared()
+            entry, sparing = Entry(self._make_run(places), places), rarer_collections()
         try:
             with sparing:
                 outputs = self._run(entry, args, kwargs)
@@ -348,25 +348,21 @@ class ShapeTable:
 
 
 @contextmanager
-def old_objects_spared() -> Iterator[None]:
-    """Within the block, collections of cyclic garbage spare what was there before, and are rarer.
+def rarer_collections() -> Iterator[None]:
+    """Within the block, collections of cyclic garbage are rarer.
 
-    Captures make objects by the million, most of which stay, and each full collection would look at all that the
-    imported modules hold. Where objects are spared already, by the user or a capture on another thread, nothing
-    changes.
+    Captures make objects by the million, most of which stay, and each full collection looks at all that the imported
+    modules hold. A user who collects none, or more rarely, is left alone.
     """
-    if gc.get_freeze_count():
+    youngest, *others = gc.get_threshold()
+    if not 0 < youngest < NUM_YOUNG:
         yield
         return
-    youngest, *others = gc.get_threshold()
+    gc.set_threshold(NUM_YOUNG, *others)
     try:
-        gc.freeze()
-        if youngest:
-            gc.set_threshold(max(youngest, NUM_YOUNG), *others)
         yield
     finally:
         gc.set_threshold(youngest, *others)
-        gc.unfreeze()
 
 
 def is_data_dependent(error: capture_errors.CaptureFailed) -> bool:

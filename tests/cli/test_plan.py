@@ -21,6 +21,7 @@ from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
+from chunkc.scenarios.captures import Captures
 from chunkc.scenarios.scenario import Answer, Scenarios, policies
 
 GIB = 1024**3
@@ -31,7 +32,7 @@ KEYS = {"fits", "missing_nbytes", "device_peak_nbytes", "host_nbytes", "step_ms"
 @pytest.fixture(scope="module", autouse=True)
 def captures_are_shared() -> Iterator[None]:
     """By all commands: each captures the same tiny model otherwise, which is what takes time."""
-    captures: dict[tuple[object, ...], Any] = {}
+    captures = Captures()
     with pytest.MonkeyPatch.context() as patched:
         for module in (chunkc.cli.plan, chunkc.cli.simulate):
             patched.setattr(module, "Scenarios", lambda tell: Scenarios(tell, captures))

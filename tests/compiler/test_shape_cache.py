@@ -26,31 +26,26 @@ class Node:
         self.itself = self
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
-    """Tests keep what was imported out of collections."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
-
-
-def test_collections_in_a_capture_spare_what_was_there_before(nothing_frozen: None) -> None:
-    before, thresholds = weakref.ref(Node()), gc.get_threshold()
-    with shape_cache.old_objects_spared():
-        inside = weakref.ref(Node())
-        with shape_cache.old_objects_spared():
-            gc.collect()
-        assert inside() is None and before() is not None and gc.get_freeze_count()
-        assert gc.get_threshold()[0] >= shape_cache.NUM_YOUNG
-    assert not gc.get_freeze_count(), "the next collection looks at all of them"
+def test_collections_are_rarer_in_a_capture_and_find_all_there_is() -> None:
+    thresholds = gc.get_threshold()
+    before = weakref.ref(Node())
+    with shape_cache.rarer_collections():
+        with shape_cache.rarer_collections():
+            assert gc.get_threshold()[0] == shape_cache.NUM_YOUNG
+        gc.collect()
+        assert before() is None, "models that nobody holds any more leave their memory to the next plan"
     assert gc.get_threshold() == thresholds
 
 
-def test_what_the_user_has_frozen_stays_so() -> None:
-    gc.freeze()
-    with shape_cache.old_objects_spared():
-        pass
-    assert gc.get_freeze_count()
+@pytest.mark.parametrize("youngest", [0, 10**6])
+def test_a_user_who_collects_more_rarely_is_left_alone(youngest: int) -> None:
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(youngest)
+        with shape_cache.rarer_collections():
+            assert gc.get_threshold()[0] == youngest
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class Cache:
