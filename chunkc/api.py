@@ -184,7 +184,9 @@ def compile(  # the name that torch.compile taught users
         in_fp32=in_fp32,
         examples=examples,
     )
-    alike = [str(target.rates)] if num_replicas > 1 else []  # they decide where updates run, which rounds differently
+    alike = (
+        [str(target.rates)] if max(num_replicas, ranks.tensor_size) > 1 else []
+    )  # they decide where updates run, which rounds
     ranks.agree(
         Kind.COMPILE,
         lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos), *alike],
@@ -208,6 +210,8 @@ def compile(  # the name that torch.compile taught users
     stream_saves(model)
     compiled.enter()
     Finalizer(model, runtime.close_from_host)
+    if ranks.line is not None:
+        ranks.line.count()
     return model
 
 

@@ -32,7 +32,12 @@ class StageLine:
         self.mesh_name = mesh.name
         self._store, self._key = store, f"chunkc/stages/{mesh.name}/{rank}"
         self._group: Group | None = new_group(backend, timeout, device, mesh.stage_lines)
-        store.add(self._key, 1)
+        self._is_counted = False
+
+    def count(self) -> None:
+        """Count this stage among `num_models`; called once, when its model is compiled."""
+        self._store.add(self._key, 1)
+        self._is_counted = True
 
     @property
     def num_models(self) -> int:
@@ -73,6 +78,8 @@ class StageLine:
             end_group(group)
 
     def _leave(self) -> None:
+        if not self._is_counted:
+            return
         try:
             self._store.add(self._key, -1)
         except RuntimeError:  # the store has gone with the rank that held it

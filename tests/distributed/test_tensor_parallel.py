@@ -115,6 +115,7 @@ def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
         assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # as no_dist asks
 def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
     """By torch.distributed.checkpoint, which has whole tensors of any mesh under the model's own names."""
     values = two_ranks.run(save_by_torch, str(tmp_path))[0]

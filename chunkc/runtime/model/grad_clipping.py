@@ -179,8 +179,11 @@ def clip_together(clippings: Sequence[GradClipping], max_norm: float, norm_type:
     """Clip the gradients of the models of this process by one norm, and of all stages that these are of.
 
     Raises:
-        ChunkcError: for models of which some are stages of a pipeline, or that are not all of this process's.
+        ChunkcError: for models of which some are stages of a pipeline, that are not all of this process's, or
+            that are given twice.
     """
+    if len(set(clippings)) < len(clippings):
+        raise ChunkcError("a model was given twice: clip_grad_norm_ takes each of a process's models once")
     if len(clippings) == 1:
         return clippings[0].clip(max_norm, norm_type)
     return _clip_by_one_norm(clippings, max_norm, norm_type)

@@ -12,7 +12,7 @@ SimpleFSDP for the same reason (Zhang et al., "SimpleFSDP: Simpler Fully Sharded
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat.collectives import is_dtensor
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.mesh import RankMesh
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
@@ -51,24 +52,27 @@ class TensorViews:
         What is no DTensor must be the same on all ranks that compute together: the job's first rank gives it to them.
         """
         parts = {tensor: _part(tensor) for tensor in dict.fromkeys(tensor for _, _, tensor in self._places)}
+        replaced = list[tuple[nn.Module, type[nn.Module]]]()
         try:
             for module, name, tensor in self._places:
                 module._parameters[name] = parts[tensor]
             for module in self._modules():
                 own = {name: self._shards[tensor] for holder, name, tensor in self._places if holder is module}
-                module.__class__ = _viewing(type(module), own)
+                cls = type(module)
+                _replace_class(module, own)
+                replaced.append((module, cls))
             shards = {part: self._shards[tensor] for tensor, part in parts.items()}
             _share(self._model, shards, ranks)
             yield shards
         except BaseException:
-            self._remove()
+            self._remove(replaced)
             raise
 
-    def _remove(self) -> None:
+    def _remove(self, replaced: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
         for module, name, tensor in self._places:
             module._parameters[name] = tensor
-        for module in self._modules():
-            module.__class__ = type(module).__mro__[1]
+        for module, cls in replaced:
+            module.__class__ = cls
 
     def _modules(self) -> list[nn.Module]:
         return list(dict.fromkeys(module for module, _, _ in self._places))
@@ -104,11 +108,17 @@ def _part(tensor: Any) -> nn.Parameter:
 
 
 def _share(model: nn.Module, shards: Mapping[nn.Parameter, TensorShard], ranks: Ranks) -> None:
-    """Give all ranks what the job's first one has of the parameters that are no DTensors."""
+    """Give all ranks what the job's first one has of the parameters that are no DTensors.
+
+    Raises:
+        RankError: when some have values of a parameter that others have on the meta device.
+    """
     if ranks.tensor_size == 1:
         return
-    for param in model.parameters():
-        if param not in shards and not param.is_meta:
+    copied = {name: param for name, param in model.named_parameters() if param not in shards}
+    ranks.agree(Kind.COMPILE, lambda: [f"{n} has {'no ' if p.is_meta else ''}values" for n, p in copied.items()])
+    for param in copied.values():
+        if not param.is_meta:
             value = param.detach().contiguous()
             ranks.broadcast_in_job(value)
             with torch.no_grad():
@@ -120,6 +130,17 @@ def _uncounted(model: nn.Module, shards: Mapping[nn.Parameter, TensorShard], ten
     """Parameters, by index, that the first of the ranks along ``tp`` has just the same as this one."""
     divided = {param for param, shard in shards.items() if shard.is_divided}
     return frozenset(i for i, param in enumerate(model.parameters()) if tensor_rank > 0 and param not in divided)
+
+
+def _replace_class(module: nn.Module, shards: Mapping[str, TensorShard]) -> None:
+    """Read the parameters of ``module`` in ``shards`` as DTensors, or raise ChunkcError."""
+    try:
+        module.__class__ = _viewing(type(module), shards)
+    except TypeError as error:
+        raise ChunkcError(
+            f"the parameters {', '.join(shards)} of a {type(module).__name__} are DTensors, but its class cannot be "
+            f"given properties for them: {error}"
+        ) from error
 
 
 def _viewing(cls: type[nn.Module], shards: Mapping[str, TensorShard]) -> type[nn.Module]:
