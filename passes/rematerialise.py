@@ -17,7 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from chunkc.cost.rates import CostRates
@@ -149,11 +149,11 @@ def choose_budget(
         first_schedule = schedule_with(KEEP_ALL)
         known = None if kept is None else kept.find(first_schedule)
         first = known or _price(KEEP_ALL, first_schedule, plan_with, rates)
-    trial = _Trial(schedule_with, plan_with, rates, forget, [first])
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         if kept is not None and known is None:
             kept.keep(first_schedule, first)
         return BudgetChoice(KEEP_ALL, (first,))
+    trial = _Trial(schedule_with, plan_with, rates, forget, [first], {first_schedule.digest(): first})
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
     if is_large and not is_cheap:
         trial.try_ends()
@@ -166,23 +166,33 @@ def choose_budget(
 
 @dataclass(slots=True)
 class _Trial:
-    """Candidates as they are tried, ``KEEP_ALL`` the first; arguments as of `choose_budget`."""
+    """Candidates as they are tried, ``KEEP_ALL`` the first; arguments as of `choose_budget`.
+
+    ``priced``: by digests of their schedules, since budgets that are close may give one schedule.
+    """
 
     schedule_with: Callable[[float], Schedule]
     plan_with: Callable[[Schedule], Plan]
     rates: CostRates | None
     forget: Callable[[float], None]
     candidates: list[BudgetCandidate] = field(default_factory=list)
+    priced: dict[str, BudgetCandidate] = field(default_factory=dict)
 
     def price(self, budget: float) -> BudgetCandidate:
         with _counted(len(self.candidates) + 1):
-            candidate = _price(budget, self.schedule_with(budget), self.plan_with, self.rates)
+            candidate = self._priced(budget, self.schedule_with(budget))
         before = self.best()
         self.candidates.append(candidate)
         best = self.best()
         for other in {before.budget, budget} - {best.budget}:
             self.forget(other)
         return candidate
+
+    def _priced(self, budget: float, schedule: Schedule) -> BudgetCandidate:
+        digest = schedule.digest()
+        if digest not in self.priced:
+            self.priced[digest] = _price(budget, schedule, self.plan_with, self.rates)
+        return replace(self.priced[digest], budget=budget)
 
     def descend(self) -> None:
         """Try budgets from the largest down, until one fits."""

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from chunkc._torch_compat.core import OpOverload
+from chunkc._torch_compat.partitioning import draws, operator_of
 from chunkc.capture.partition import copied, is_view
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -70,11 +71,19 @@ def without_tangents(backward: GraphModule, reached: Mapping[str, frozenset[int]
             zeros.add(node)
         else:
             return None
-    for node in reversed(list(copy.graph.nodes)):
-        reads_zeros = node in zeros or not zeros.isdisjoint(node.all_input_nodes)
-        if node.op == "call_function" and not node.users and reads_zeros:
-            copy.graph.erase_node(node)
+    _erase(copy.graph, zeros)
     return copy
+
+
+def _erase(graph: Graph, zeros: set[Node]) -> None:
+    """Erase what is zero, the sums with it, and what nothing reads any more but for these."""
+    read_by_erased = set[Node]()
+    for node in reversed(list(graph.nodes)):
+        reads_zeros = node in zeros or not zeros.isdisjoint(node.all_input_nodes)
+        is_left = node in read_by_erased and not draws(*operator_of(node)) and not node.is_impure()
+        if node.op == "call_function" and not node.users and (reads_zeros or is_left):
+            read_by_erased.update(node.all_input_nodes)
+            graph.erase_node(node)
 
 
 def _packet(node: Node) -> Any:

@@ -213,7 +213,7 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
     if request.options.activations != "auto":
         return None
     if request.target.rates is None:
-        request = replace(request, options=replace(request.options, activations="keep"))
+        request = request.keeping_values()
 
     def plan_with(schedule: Schedule) -> Plan:
         schedule = with_norms(schedule) if request.options.tracks_grad_norm else schedule

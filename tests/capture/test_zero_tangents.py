@@ -65,6 +65,20 @@ def test_what_is_left_computes_the_same_gradients() -> None:
     assert not torch.equal(backward(*given)[0], backward(*zeros)[0])
 
 
+def with_factors(model: Model, x: torch.Tensor) -> Any:
+    hidden = x @ model.weight
+    return (hidden * model.other).pow(2).sum(), hidden.sin() * model.other
+
+
+def test_factors_of_the_zeros_are_not_computed() -> None:
+    backward, reached = backward_of(with_factors)
+    cut = without_tangents(backward, reached)
+    assert cut is not None
+    unread = [{n.name for n in g.graph.nodes if n.op == "call_function" and not n.users} for g in (backward, cut)]
+    assert unread[1] <= unread[0]
+    assert {"aten.sin.default", "aten.cos.default"}.isdisjoint(str(n.target) for n in cut.graph.nodes)
+
+
 def no_scalar(model: Model, x: torch.Tensor) -> Any:
     return x @ model.weight, x @ model.weight * 2
 

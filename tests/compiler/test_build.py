@@ -2,23 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from captures import capture_once
-from schedules import target
+from schedules import chain, target
 from torch import nn
 
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import CompiledPlan, PlanRequest, build
+from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, build
 from chunkc.compiler.memory.footprint import Footprint, Step, graph_footprint
 from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
-from chunkc.passes import PlanOptions, make_plan
+from chunkc.passes import Planned, PlanOptions, Target, make_plan, pipeline
 from chunkc.passes.lower import LoweredSegment
 from chunkc.runtime.execution.bound_action import SegmentCallable
 
@@ -41,6 +43,34 @@ class Wavy(nn.Module):
 @pytest.fixture(scope="module")
 def captured() -> Captured:
     return capture_once(Wavy(), torch.randn(48, 64))
+
+
+class Schedules:
+    """The same schedule for any budget."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+
+    def __call__(self, budget: float) -> Schedule:
+        return self.schedule
+
+    def forget(self, budget: float) -> None:
+        pass
+
+
+def test_budgets_of_activations_without_rates_are_tried_without_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without plans that only tell whether moves would do."""
+    made = list[float]()
+
+    def plan(schedule: Schedule, target: Target, options: PlanOptions, **given: Any) -> Planned:
+        made.append(options.moved_share)
+        return make_plan(schedule, target, options, **given)
+
+    monkeypatch.setattr(pipeline, "make_plan", plan)
+    choose = budget_chooser(PlanRequest(target(1)))
+    assert choose is not None
+    choose(Schedules(chain(4, numel=4096, live=1 << 16)))
+    assert made and not any(made)
 
 
 def fused(segment: LoweredSegment, _: SegmentCallable) -> Footprint:

@@ -132,6 +132,18 @@ def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
     assert len(made) == 5
 
 
+def test_budgets_of_one_schedule_are_planned_once() -> None:
+    schedule, made = schedule_with(KEEP_ALL, 100 * CHUNK_NBYTES, 1), list[Schedule]()
+
+    def plan_with(given: Schedule) -> Plan:
+        made.append(given)
+        return plan_of(given)
+
+    choice = choose_budget(lambda _: schedule, plan_with, None)
+    assert [c.budget for c in choice.candidates] == [KEEP_ALL, *rematerialise.BUDGETS]
+    assert len({c.outcome for c in choice.candidates}) == len(made) == 1
+
+
 def test_a_choice_among_several_is_made_each_time(tmp_path: Path) -> None:
     kept = KeptFirst(KeptDocuments(tmp_path / "kept"), target(ROOM_NBYTES), PlanOptions(), Path(__file__))
     choice = choose_budget(lambda b: schedule_with(b, 4 * CHUNK_NBYTES, 1), plan_of, RATES, kept=kept)
