@@ -5,9 +5,9 @@ that it lists under their named budgets on the emulated device; whether the seco
 recorded as ``fits``, and a reading above it is no error. The table in docs/memory.md is made so:
 
     OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --named-only --out named.json
-    OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --named named.json --steps-of OPT nanoGPT --out after.json
+    OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --named named.json --steps-of OPT nanoGPT --out now.json
     PYTHONPATH=<checkout before> ... least_budgets.py --named-only --commit <that commit> --out before.json
-    python benchmarks/least_budgets.py --join before.json after.json --out benchmarks/results/least_budgets-<date>.json
+    python benchmarks/least_budgets.py --join before.json now.json --out benchmarks/results/least_budgets-<date>.json
 
 Without ``--named-only`` the least budget is searched below the named one by bisection, to ``PRECISION``: planning
 accepts it and refuses a little less, and two steps run under it. All options of ``chunkc.compile`` are its defaults but
