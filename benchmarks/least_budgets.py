@@ -35,7 +35,7 @@ from tabulate import tabulate
 import chunkc
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
-BEGIN, END = "<!-- least budgets -->\n", "<!-- end of least budgets -->\n"
+BEGIN, END = "<!-- least budgets -->\n\n", "\n<!-- end of least budgets -->\n"
 NUM_STEPS = 2
 PRECISION = 0.02
 """By how much less than the least budget, relative to it, is refused."""
