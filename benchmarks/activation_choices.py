@@ -6,7 +6,8 @@ from the same seed, on a device of the least memory that `BudgetError` names for
 give the bits of the run that keeps: losses, first gradients, parameters and both moments. Inductor rounds by where it
 cuts and what it fuses; so there each run is held, bit for bit, against one of the same segments in which nothing moves.
 
-Models have the dropout of their modules set to a tenth; to those without any it is added behind every linear layer.
+Models have the dropout of their modules set to a tenth; to those without any it is added in front of every linear layer
+and behind every convolution.
 """
 
 from __future__ import annotations
@@ -242,7 +243,7 @@ class DroppingConv2d(nn.Conv2d):
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """``model`` with dropout wherever modules name it, or in front of its linear layers, else behind convolutions."""
+    """``model`` with dropout wherever modules name it, or else in front of linear layers and behind convolutions."""
     found = False
     for module in model.modules():
         named = (
@@ -300,6 +301,6 @@ are computed again and every second of the values that are then saved moves. Eac
 (eps={OPTIMIZER["eps"]}), in the smallest budget that `BudgetError` names for it. *equal*: losses, first gradients,
 parameters and both moments have the bits of the run that keeps; under Inductor, whose roundings depend on where
 segments begin, those of a run of the same segments that keeps all it saves. The models are so small that what is alive
-beside one segment decides their budgets, and moving gains little; [memory](memory.md) has figures for larger ones."""
+beside one segment decides their budgets, and moving gains little."""
     table = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}", *lines]
     return ["## Activations", "", text, "", *table, ""]

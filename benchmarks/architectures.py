@@ -218,6 +218,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--activations-only", action="store_true", help="only the second table (and write no file)")
     parser.add_argument("--out", type=Path, help=f"the document (default: {DOCUMENT.name} in docs, of all models)")
     args = parser.parse_args(argv)
+    if args.activations_only and args.out is not None:
+        parser.error("--activations-only writes no file: the page has both tables")
     if args.out is None and args.only is None and not args.activations_only:
         args.out = DOCUMENT
     return args

@@ -1,12 +1,17 @@
-"""Least device budgets of the models in ``least_budget_models.py``, by planning, and two steps under each.
+"""Least device budgets of the models in ``least_budget_models.py``, by planning; two steps under some of them.
 
-A refusal names the least budget. It is searched below that by bisection, to ``PRECISION``: planning must accept it, a
-training step must run under it on the emulated device, and planning must refuse a little less. All options of
-``chunkc.compile`` are its defaults but for the backend, so that the script runs on earlier commits too.
+With ``--named-only`` a budget is the one that a refusal names, and nothing runs. ``--steps-of`` then trains the models
+that it lists under their named budgets on the emulated device; whether the second step's reading was within the plan is
+recorded as ``fits``, and a reading above it is no error. The table in docs/memory.md is made so:
 
-    OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --out after.json
-    PYTHONPATH=<checkout before> ... python benchmarks/least_budgets.py --commit <that commit> --out before.json
-    python benchmarks/least_budgets.py --join before.json after.json --out benchmarks/results/least_budgets-<date>.json
+    OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --named-only --out named.json
+    OMP_WAIT_POLICY=passive python benchmarks/least_budgets.py --named named.json --steps-of OPT nanoGPT --out now.json
+    PYTHONPATH=<checkout before> ... least_budgets.py --named-only --commit <that commit> --out before.json
+    python benchmarks/least_budgets.py --join before.json now.json --out benchmarks/results/least_budgets-<date>.json
+
+Without ``--named-only`` the least budget is searched below the named one by bisection, to ``PRECISION``: planning
+accepts it and refuses a little less, and two steps run under it. All options of ``chunkc.compile`` are its defaults but
+for the backend, so that the script runs on earlier commits too.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from tabulate import tabulate
 import chunkc
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
-BEGIN, END = "<!-- least budgets -->\n", "<!-- end of least budgets -->\n"
+BEGIN, END = "<!-- least budgets -->\n\n", "\n<!-- end of least budgets -->\n"
 NUM_STEPS = 2
 PRECISION = 0.02
 """By how much less than the least budget, relative to it, is refused."""
@@ -99,6 +104,7 @@ def train_a_step(model: Measured, nbytes: int, backend: str) -> Record:
         "loss": loss.item(),
         "planned_peak_nbytes": stats["planned_peak_nbytes"],
         "measured_peak_nbytes": stats["measured_peak_nbytes"],
+        "fits": stats["measured_peak_nbytes"] <= stats["planned_peak_nbytes"],
         "model_data_nbytes": stats["model_data_nbytes"],
         "arena_nbytes": memory.arena_nbytes,
         "nonmodel_nbytes": memory.nonmodel_nbytes,
@@ -128,8 +134,23 @@ def measure(model: Measured, backend: str, known: Record | None = None, *, is_na
     return record | seconds
 
 
+def with_steps(named: Mapping[str, Any], names: Sequence[str], about: Mapping[str, Any]) -> Record:
+    """The result ``named``, with steps of the models of these names under their budgets.
+
+    Args:
+        about: of the run that makes these steps: command, commit, machine.
+    """
+    models = list[Record]()
+    for record in named["models"]:
+        name = record["model"]
+        steps = train_a_step(BY_NAME[name], record["least_nbytes"], record["backend"]) if name in names else {}
+        models.append({**record, **steps})
+        gc.collect()
+    return {**named, "models": models, "steps": dict(about)}
+
+
 def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Record:
-    """Both measurements of each model, with the ratio of their budgets."""
+    """Both measurements of each model, with the ratio of their budgets; ``steps`` is where those of ``after`` ran."""
     earlier = {record["model"]: record for record in before["models"]}
     rows = [
         {"model": record["model"], "what": record["what"], "length": record["length"],
@@ -138,13 +159,14 @@ def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Record:
         for record in after["models"]
     ]  # fmt: skip
     short = [row["ratio"] for row in rows if row["length"] == LENGTH]
-    return {
+    found = {
         "median_ratio": statistics.median(short),
         "largest_ratio": max(row["ratio"] for row in rows),
         "models": rows,
         "before": {k: v for k, v in before.items() if k != "models"},
-        "after": {k: v for k, v in after.items() if k != "models"},
+        "after": {k: v for k, v in after.items() if k not in ("models", "steps")},
     }
+    return found | ({"steps": after["steps"]} if "steps" in after else {})
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -179,6 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", default="eager", choices=("eager", "inductor"))
     parser.add_argument("--named-only", action="store_true", help="take what refusals name, and run no step")
     parser.add_argument("--named", type=Path, metavar="FILE", help="a result with --named-only, to go on from")
+    parser.add_argument("--steps-of", nargs="+", choices=list(BY_NAME), help="train these of --named")
     parser.add_argument("--commit", help="of chunkc, where it is another checkout's")
     parser.add_argument("--join", nargs=2, type=Path, metavar=("BEFORE", "AFTER"), help="write the page's table")
     parser.add_argument("--out", type=Path, required=True)
@@ -189,6 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
         write_page(result)
         print(table(result), f"median {result['median_ratio']:.2f}, largest {result['largest_ratio']:.2f}")
+        return 0
+    if args.steps_of:
+        if not args.named:
+            parser.error("--steps-of needs --named: the budgets under which these models train")
+        result = with_steps(json.loads(args.named.read_text()), args.steps_of, describe(args.commit))
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
         return 0
     result = describe(args.commit) | {"models": []}
     named = json.loads(args.named.read_text())["models"] if args.named else []

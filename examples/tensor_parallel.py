@@ -1,9 +1,11 @@
 """A Llama under tensor and sequence parallelism, by the calls of torchtitan's ``apply_tp``.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py --hw emulated-2m-1g
-    torchrun --nproc-per-node 8 examples/tensor_parallel.py --hw 8xa100-1024g --tp 4
+    torchrun --nproc-per-node 8 examples/tensor_parallel.py --hw emulated-2m-1g --tp 4
 
 Ranks that follow each other compute one forward together; the others take batches of their own and divide chunks.
+The mesh is one of CPUs: parameters that ``parallelize_module`` has moved to a GPU are refused, so this does not run on
+GPUs yet.
 """
 
 from __future__ import annotations
@@ -121,9 +123,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     with joined() as ranks:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         shape = (ranks.size // options.tp, options.tp)
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("dp_shard", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
         torch.manual_seed(0)
         model = Llama()
         apply_tp(model, mesh["tp"])
@@ -132,7 +133,7 @@ def main() -> None:
         data_rank = mesh["dp_shard"].get_local_rank()
         generator = torch.Generator().manual_seed(1 + data_rank)
         for step in range(options.steps):
-            tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator).to(device)
+            tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=generator)
             loss = model(input_ids=tokens, labels=tokens.roll(-1, 1))
             loss.backward()
             optimizer.step()

@@ -137,8 +137,16 @@ def test_links_lead_to_files_and_headings() -> None:
 
 
 def test_measured_figures_are_those_of_the_benchmarks() -> None:
-    """Milliseconds and seconds in the table beside other tools stand on the page of benchmarks too."""
-    rows = [line for line in README.splitlines() if line.startswith("|") and "measured" in line]
-    figures = [figure for row in rows for figure in re.findall(r"\d+ m?s\b", row)]
+    """Each tool's step stands in its row of the page of benchmarks, and the first steps in one sentence of it."""
+    step, first = (
+        [re.search(r"\d+ m?s\b|$", cell)[0] for cell in line.split("|")[2:5]]  # type: ignore[index]
+        for line in README.splitlines()
+        if line.startswith("|") and "measured" in line
+    )
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert len(figures) == 6 and [figure for figure in figures if figure.split()[0] not in page] == []
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("|")]
+    for tool, figure in zip(("chunkc", "ZeRO-Offload", "FSDP2"), step, strict=True):
+        assert figure and [took for name, took in rows if name.startswith(tool)] == [figure], tool
+    chunkc_s, zero_s, fsdp_s = (figure.removesuffix(" s") for figure in first)
+    sentence = f"{chunkc_s} s with chunkc, and {fsdp_s} and {zero_s} s with the others"
+    assert sentence in " ".join(page.split())

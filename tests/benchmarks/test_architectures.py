@@ -35,6 +35,12 @@ def test_the_matrix_has_every_architecture(matrix: ModuleType) -> None:
     assert tuple(matrix.BY_NAME) == NAMES
 
 
+def test_one_table_alone_is_not_written(matrix: ModuleType) -> None:
+    with pytest.raises(SystemExit):
+        matrix.parse(["--activations-only", "--out", "page.md"])
+    assert matrix.parse(["--activations-only"]).out is None
+
+
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_trains_exactly_in_the_least_memory(name: str, matrix: ModuleType) -> None:
     row = matrix.measure(matrix.BY_NAME[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 import chunkc
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
 MIB = 2**20
 
 
@@ -73,3 +75,39 @@ def test_two_results_become_a_table(script: ModuleType) -> None:
     table = script.table(joined)
     assert [line.split("|")[5].strip() for line in table.splitlines()[2:]] == ["0.10", "0.50", "0.90", "0.95"]
     assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["m0", "m1", "m2", "m3"]
+
+
+def test_named_models_train_under_their_named_budgets(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = list[tuple[str, int, str]]()
+
+    def train_a_step(model: Any, nbytes: int, backend: str) -> dict[str, Any]:
+        trained.append((model.name, nbytes, backend))
+        return {"measured_peak_nbytes": MIB, "fits": True}
+
+    monkeypatch.setattr(script, "train_a_step", train_a_step)
+    rest = {"what": "", "length": 1024, "backend": "eager"}
+    named = [{"model": name, "least_nbytes": n, **rest} for n, name in enumerate(("OPT", "Llama"), 5)]
+    after = script.with_steps({"commit": "c", "models": named}, ["Llama"], {"commit": "d"})
+    assert trained == [("Llama", 6, "eager")]
+    assert after["models"] == [named[0], {**named[1], "measured_peak_nbytes": MIB, "fits": True}]
+    joined = script.joined({"commit": "b", "models": named}, after)
+    assert (joined["before"], joined["after"], joined["steps"]) == ({"commit": "b"}, {"commit": "c"}, {"commit": "d"})
+    with pytest.raises(SystemExit):
+        script.main(["--steps-of", "OPT", "--out", "unwritten.json"])
+
+
+def test_the_page_and_the_changelog_say_what_the_result_says(script: ModuleType) -> None:
+    """The result is what the script joins, the page has its table, and both texts have its median."""
+    [path] = (BENCHMARKS / "results").glob("least_budgets-*.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    before, after = (
+        {**result[when], "models": [row[when] for row in result["models"]]} for when in ("before", "after")
+    )
+    assert script.joined(before, {**after, "steps": result["steps"]}) == result
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert page.partition(script.BEGIN)[2].partition(script.END)[0] == script.table(result)
+    median = f"{result['median_ratio']:.2f}"
+    assert f"The median of the twelve at 1,024 tokens is {median}." in page
+    assert f"({median} times in the median at 1,024 tokens:" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    ran = [row["after"] for row in result["models"] if "measured_peak_nbytes" in row["after"]]
+    assert ran and all(r["fits"] == (r["measured_peak_nbytes"] <= r["planned_peak_nbytes"]) for r in ran)
