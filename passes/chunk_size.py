@@ -112,7 +112,7 @@ def tight_numel(layout: Layout) -> int:
         if group not in spanned:
             used_nbytes[group] += chunk.used_nbytes
     element_nbytes = chunk_nbytes(layout) // layout.chunk_numel
-    return -(-max(used_nbytes) // (layout.world_size * element_nbytes)) or layout.chunk_numel
+    return -(-max(used_nbytes, default=0) // (layout.world_size * element_nbytes)) or layout.chunk_numel
 
 
 def evaluate(

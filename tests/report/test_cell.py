@@ -11,6 +11,7 @@ from plans_for_report import gpt_plan
 from chunkc.cost import simulate_with
 from chunkc.ir import plan as ir
 from chunkc.report import Plan
+from chunkc.report.frame import LANE_NAMES
 from chunkc.report.timeline import Timeline
 
 ALLOWED = {"div", "b", "table", "thead", "tbody", "tr", "th", "td"}
@@ -74,7 +75,7 @@ def test_a_timeline() -> None:
     timeline = Timeline.of(simulate_with(evicting().build(), RATES))
     cell = Cell(timeline._repr_html_())
     assert cell.rows[0][:3] == ["stream", "busy ms", "share"]
-    assert [row[0] for row in cell.rows[1:]] == [*(str(s.stream) for s in timeline.streams), "overhead"]
+    assert [row[0] for row in cell.rows[1:]] == [*(LANE_NAMES[s.stream] for s in timeline.streams), "overhead"]
     assert any(text.startswith("step ") for text in cell.texts)
 
 

@@ -92,7 +92,7 @@ def check_moves(plan: Plan) -> None:
 
 def _check_waiting(plan: Plan) -> None:
     """Check that every segment counts what the other micro-batches in flight hold of the device."""
-    if not 1 <= plan.in_flight <= plan.accumulate:
+    if not 1 <= plan.in_flight <= max(plan.accumulate, 1):
         raise PlanError(f"of {plan.accumulate} micro-batches, {plan.in_flight} cannot be in flight")
     if plan.in_flight == 1:
         if plan.waiting_nbytes:

@@ -47,6 +47,12 @@ class OneChunk:
         self.state_spec = ADAM_STATES
         self.pending: list[tuple[Mapping[int, AdamHyper], Mapping[int, int]]] = []
 
+    def whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """As of a parameter that is no part of another."""
+        return value
+
+    part = whole
+
     @property
     def state_spec(self) -> StateSpec:
         return self._state_spec
