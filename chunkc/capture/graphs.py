@@ -84,6 +84,10 @@ class Captured:
         general = None if self.general is None else partial(_one_by_one, self.general)
         return replace(self, schedule=schedule, general=general)
 
+    def with_all_tangents(self) -> Captured:
+        """The iteration whose backward takes all tangents, at the same sizes."""
+        return self if self.general is None else replace(self.general(), symbolic=self.symbolic, sizes=self.sizes)
+
     def is_within(self, other: Captured) -> bool:
         """Whether ``other`` is the same graph at no smaller sizes; as a rule it takes no fewer bytes."""
         if self.symbolic is None or self.symbolic is not other.symbolic or self.sizes == other.sizes:

@@ -101,6 +101,9 @@ class CaptureSession:
     def _make(self, captured: Captured, family: object, compiles: bool) -> GraphEntry:
         """A new entry of a forward that is one graph, at some sizes."""
         check_seeds(self.runtime.ranks, captured, self.runtime.device.torch_device)
+        if not self.graphs.trains_scalar and captured.general is not None:
+            captured = captured.with_all_tangents()
+            self.runtime.live.bring_home(family)  # a plan for fewer tangents numbers saved values otherwise
         entry = GraphEntry(family)
         entry.attach(self.runtime, captured, weakly(self.graphs.fit), widen=weakly(self.graphs.widen))
         recorded = self.recorded(captured, compiles=compiles)

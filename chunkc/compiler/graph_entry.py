@@ -73,8 +73,8 @@ class RuntimeReference:
 Fit = Callable[["GraphEntry", Callable[[], int]], int]
 """Lets an entry run beside so many bytes of live forwards; returns how many it may run beside from now on."""
 
-Widen = Callable[["GraphEntry"], Captured]
-"""Plans the iteration of an entry with all tangents, and returns it."""
+Widen = Callable[["GraphEntry", int], Captured]
+"""Plans the iteration of an entry with all tangents, beside so many bytes that come back first, and returns it."""
 
 
 class GraphEntry(RuntimeReference):
@@ -180,7 +180,7 @@ class GraphEntry(RuntimeReference):
         runtime, tangents = self.runtime(), self._tangents or Tangents()
         forward = runtime.live.find(self.family, args)
         if tangents.has_unread(args):
-            tangents = self._take_all_tangents(runtime, forward)
+            tangents = self._take_all_tangents(runtime)
         positions = tangents.fill(args)
         reached = tangents.params_of(positions)
         self._make_fit(runtime, forward)
@@ -190,16 +190,19 @@ class GraphEntry(RuntimeReference):
             outputs = runtime.backward(self.install(), args, reached, forward)
         return [output if i in positions else None for i, output in enumerate(outputs)]
 
-    def _take_all_tangents(self, runtime: ModelRuntime, forward: LiveForward | None) -> Tangents:
-        """Plan for tangents of all outputs, since one is given that the plan leaves out, or raise BudgetError."""
+    def _take_all_tangents(self, runtime: ModelRuntime) -> Tangents:
+        """Plan for tangents of all outputs, since one is given that the plan leaves out, or raise BudgetError.
+
+        Values that are away have other numbers in the new plan, so those of all live forwards come back.
+        """
         if self._widen is None:
             raise ChunkcError("a gradient of an output is given that backward does not read; please report this")
         runtime.settle()
         with without_modes():
-            captured = self._widen(self)
+            captured = self._widen(self, runtime.live.away_nbytes(self.family))
         self._tangents = captured.tangents
-        with runtime.live.returned(forward, frozenset()):
-            return captured.tangents or Tangents()  # values that are away are others in the new plan: all come back
+        runtime.live.bring_home(self.family)
+        return captured.tangents or Tangents()
 
     def _make_fit(self, runtime: ModelRuntime, own: LiveForward | None = None) -> None:
         """Plan for the forwards that are alive but for ``own``, where there are more of them than ever."""

@@ -65,6 +65,7 @@ class RecordedGraph:
         scales: whether the plan multiplies its tangents by a loss scale.
         name: of the graph among others, for messages; empty for a whole forward.
         log_level: of what is said of its plans.
+        returning_nbytes: bytes of saved values that come back from host memory while it is planned.
         is_in_flight: whether nothing lives beside it but the micro-batches in flight that its plan counts.
     """
 
@@ -77,6 +78,7 @@ class RecordedGraph:
     log_level: int = logging.INFO
     compiled_by: SegmentCompiler | None = None
     is_in_flight: bool = False
+    returning_nbytes: int = 0
 
     def counted_nbytes(self, plan: Plan | None) -> int:
         """Bytes of others that ``plan`` of this graph counts."""
@@ -160,7 +162,7 @@ class GraphSet:
         before = graph.beside_nbytes
         if before:
             gc.collect()
-            graph.beside_nbytes = min(before, self._runtime.live.nbytes())
+            graph.beside_nbytes = min(before, self._runtime.live.nbytes() + graph.returning_nbytes)
         return graph.beside_nbytes < before
 
     def plan_together(self, *, leaves_room: bool) -> None:
@@ -217,26 +219,49 @@ class GraphSet:
                 raise
         return graph.counted_nbytes(entry.plan)
 
-    def widen(self, entry: GraphEntry) -> Captured:
-        """Plan the iteration of ``entry`` with the tangents of all outputs; BudgetError changes nothing."""
+    def widen(self, entry: GraphEntry, returning_nbytes: int = 0) -> Captured:
+        """Plan the iteration of ``entry`` with the tangents of all outputs; BudgetError changes nothing.
+
+        ``returning_nbytes`` of saved values that are away come back before its backward runs.
+        """
         graph = self.graphs[entry]
-        captured = graph.captured
+        captured, beside_nbytes, is_in_flight = graph.captured, graph.beside_nbytes, graph.is_in_flight
         if captured.general is None:
             raise ChunkcError("a backward reads all tangents already and is to read more; please report this")
         logger.info("a loss uses outputs beside the scalar one: plans count their gradients from now on")
-        graph.captured = captured.general()
+        graph.captured, graph.returning_nbytes = captured.with_all_tangents(), returning_nbytes
         try:
-            self.plan(entry)
+            if not returning_nbytes or not self._plan_with_room(entry, returning_nbytes):
+                self.plan(entry)
         except BaseException as error:
-            graph.captured = captured
+            graph.captured, graph.beside_nbytes, graph.is_in_flight = captured, beside_nbytes, is_in_flight
             if isinstance(error, BudgetError):
+                away = f" {returning_nbytes} bytes of saved values come back from host memory for it."
                 error.args = (
                     f"{error} The loss uses outputs beside the scalar one, whose gradients take as much memory as they "
-                    "do; compute it inside forward, or detach these outputs",
+                    f"do; compute it inside forward, or detach these outputs.{away if returning_nbytes else ''}",
                 )
             raise
+        finally:
+            graph.returning_nbytes = 0
         self.trains_scalar = False
         return graph.captured
+
+    def _plan_with_room(self, entry: GraphEntry, nbytes: int) -> bool:
+        """Plan a graph in the layout so that ``nbytes`` are left, or count them beside it; whether it is planned."""
+        graph, request = self.graphs[entry], self._request()
+        try:
+            built = self._build(graph, request.keeping_values())
+        except BudgetError:
+            built = None
+        if built is not None:
+            memory = built.plan.memory
+            peak_nbytes = memory.device_peak_nbytes + nbytes
+            if peak_nbytes <= memory.device_budget_nbytes and self._runtime.accounting.can_reserve(peak_nbytes):
+                self._installed(built, entry)
+                return True
+        graph.beside_nbytes, graph.is_in_flight = graph.counted_nbytes(entry.plan) + nbytes, False
+        return False
 
     def _counts_more(self, entry: GraphEntry, plan: Plan, nbytes: int, before_nbytes: int) -> bool:
         """Let ``plan`` count ``nbytes`` of others, for ``before_nbytes``, if there is room beside its arena."""

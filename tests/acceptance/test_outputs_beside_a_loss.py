@@ -16,6 +16,7 @@ from pair import Pair
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 PLACES = {"resident": "emulated-64m-1g", "moving": "emulated-96k-16m"}
 SAID = "a loss uses outputs beside the scalar one"
@@ -90,6 +91,62 @@ def test_values_in_host_memory_come_back_for_another_plan() -> None:
     pair.step_on(lambda model: distilled(model(rows(2, 64, 16))))
     pair.check()
     assert moved
+
+
+class WithScaled(WithLogits):
+    """Backward reads the scale, which is saved before all else, for the second output only."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=6)
+        self.register_buffer("mix", torch.randn(16, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = x @ self.mix
+        hidden = self.trunk(x)
+        return self.head(hidden).pow(2).mean(), hidden * scale
+
+
+def test_values_of_other_forwards_come_back_for_another_plan_too() -> None:
+    pair = Pair("emulated-64m-1g", WithScaled(), {"os_home": "host"}, accumulate=2, activations="offload")
+    for loss in (scalar, distilled, distilled):
+        for model in (pair.model, pair.plain):
+            outputs = [model(rows(part, 64, 16)) for part in range(2)]
+            for one in outputs:
+                loss(one).backward()
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert chunkc.plan_of(pair.model).moves
+    pair.check()
+
+
+def test_values_that_do_not_fit_when_they_come_back_are_an_error_and_change_nothing() -> None:
+    pair = Pair("emulated-64m-1g", WithLogits())
+    pair.step_on(lambda model: scalar(model(rows(0))))
+    graphs = compiled_of(pair.model).session.graphs
+    ((entry, graph),) = graphs.graphs.items()
+    before = entry.plan, graph.captured, graph.beside_nbytes, graph.is_in_flight
+    with pytest.raises(chunkc.BudgetError, match=f"{1 << 30} bytes of saved values come back"):
+        graphs.widen(entry, 1 << 30)
+    assert before == (entry.plan, graph.captured, graph.beside_nbytes, graph.is_in_flight)
+    pair.step_on(lambda model: distilled(model(rows(1))))
+    graph.captured = before[1]
+    graphs.widen(entry, 60 << 20)
+    memory = chunkc.plan_of(pair.model).memory
+    assert memory.device_peak_nbytes + (60 << 20) <= memory.device_budget_nbytes
+    pair.step_on(lambda model: distilled(model(rows(2))))
+    pair.check()
+
+
+def test_sizes_that_come_later_are_planned_with_all_tangents_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair("emulated-64m-1g", WithLogits())
+    with caplog.at_level(logging.INFO, "chunkc"):
+        for num_rows in (4, 5, 6, 7):
+            pair.step_on(lambda model, n=num_rows: scalar(model(rows(n, n, 16))))  # type: ignore[misc]
+        for num_rows in (8, 9, 10):
+            pair.step_on(lambda model, n=num_rows: distilled(model(rows(n, n, 16))))  # type: ignore[misc]
+    assert caplog.text.count(SAID) == 1
+    pair.check()
 
 
 def test_a_gradient_that_does_not_fit_is_an_error_and_changes_nothing() -> None:

@@ -140,6 +140,19 @@ class LiveForwards:
         with forward.copies.returned(moved):
             yield forward.copies
 
+    def away_nbytes(self, family: object) -> int:
+        """Bytes that live forwards of ``family`` take of the device when all that they saved is back."""
+        copies = [f.copies for f in self._forwards if f.family is family and f.copies is not None]
+        return sum(one.away_nbytes for one in copies if one.is_alive())
+
+    def bring_home(self, family: object) -> None:
+        """Bring back for good what is away of live forwards of ``family``, and count it as theirs."""
+        for forward in self._forwards:
+            if forward.family is family and forward.copies is not None:
+                home = [Storage.of(storage) for storage in forward.copies.bring_home()]
+                forward.saved, forward.handed = [*forward.saved, *home], [*forward.handed, *home]
+                forward.nbytes += sum(storage.nbytes for storage in home)
+
     def nbytes(self, other_than: LiveForward | None = None) -> int:
         """Bytes that forwards hold, but for one of them."""
         return sum(f.nbytes for f in self._forwards if f is not other_than and f.is_alive())

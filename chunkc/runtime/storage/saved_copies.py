@@ -145,6 +145,13 @@ class SavedCopies:
         finally:
             self.end_backward()
 
+    def bring_home(self) -> list[torch.UntypedStorage]:
+        """Bring back all values that are away, for good; return the storages that have bytes again."""
+        self.end_backward()
+        away = [copy.storage() for copies in self._copies.values() for copy in copies if copy.is_away]
+        with self.returned():
+            return [storage for storage in away if storage is not None]
+
     def end_backward(self) -> None:
         """Let what came back go again, where somebody still holds it; its copy is as good as before."""
         for copy in (copy for copies in self._copies.values() for copy in copies):
