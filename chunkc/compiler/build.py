@@ -258,14 +258,6 @@ def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions:
     return make_evaluation_plan(schedule, target, replace(options, cuts=None), layout=layout, passes=passes)
 
 
-def _corrected(schedule: Schedule, built: CompiledPlan) -> Schedule:
-    return corrected(schedule, built.plan.segments, built.segment_bytes)
-
-
-def _moved_nbytes(plan: Plan) -> int:
-    return plan.moved_nbytes(*COPIED_TIERS)
-
-
 @dataclass(slots=True)
 class _Search:
     """Plans, compiles and compares; see the module's text.
@@ -346,7 +338,7 @@ class _Search:
         schedule, refusal = self.captured.schedule, None
         try:
             best = self.compiled(schedule)
-            schedule = _corrected(schedule, best)
+            schedule = corrected(schedule, best.plan.segments, best.segment_bytes)
         except BudgetError as error:
             refusal = error
         if refusal is not None or not self._fits(best):
@@ -357,7 +349,7 @@ class _Search:
                 break
             if self._fits(better):
                 best = better
-            schedule = _corrected(schedule, better)
+            schedule = corrected(schedule, better.plan.segments, better.segment_bytes)
         return best
 
     def _fits(self, built: CompiledPlan) -> bool:
@@ -365,14 +357,14 @@ class _Search:
 
     def _better(self, schedule: Schedule, than: CompiledPlan) -> CompiledPlan | None:
         """A plan with the bytes of ``schedule`` that moves less, compiled; it may turn out not to fit."""
-        moved_nbytes = _moved_nbytes(than.plan)
+        moved_nbytes = than.plan.moved_nbytes(*COPIED_TIERS)
         if not moved_nbytes:
             return None
         try:
             planned = self.plan(schedule)
         except BudgetError:
             return None
-        if _moved_nbytes(planned.plan) >= moved_nbytes:
+        if planned.plan.moved_nbytes(*COPIED_TIERS) >= moved_nbytes:
             return None
         built = self.attempt(planned)
         return None if built.staying else built
@@ -387,11 +379,11 @@ class _Search:
             least = self.compiled(schedule, lambda: self._least_nbytes(schedule))
         except BudgetError as error:
             raise refusal or error from None
-        schedule = _corrected(schedule, least)
+        schedule = corrected(schedule, least.plan.segments, least.segment_bytes)
         nbytes = self._least_nbytes(schedule)
         if nbytes < least.needed_nbytes:
             less = self.compiled(schedule, lambda: self._least_nbytes(schedule))
-            schedule = _corrected(schedule, less)
+            schedule = corrected(schedule, less.plan.segments, less.segment_bytes)
             least = min(least, less, key=lambda built: built.needed_nbytes)
         if not self._fits(least):
             raise too_small(least.plan, self.request.target, self.request.options)
