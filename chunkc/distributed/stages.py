@@ -73,11 +73,11 @@ class StageLine:
         group, self._group = self._group, None
         if group is None:
             return
-        self._leave()
+        self.leave()
         if group.name() == "gloo":
             end_group(group)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         if not self._is_counted:
             return
         try:

@@ -51,7 +51,7 @@ class TensorViews:
 
         What is no DTensor must be the same on all ranks that compute together: the job's first rank gives it to them.
         """
-        parts = {tensor: _part(tensor) for tensor in dict.fromkeys(tensor for _, _, tensor in self._places)}
+        parts = {tensor: part_of(tensor) for tensor in dict.fromkeys(tensor for _, _, tensor in self._places)}
         replaced = list[tuple[nn.Module, type[nn.Module]]]()
         try:
             for module, name, tensor in self._places:
@@ -102,7 +102,7 @@ def views_of(model: nn.Module, mesh: RankMesh) -> TensorViews:
     return TensorViews(model, shards)
 
 
-def _part(tensor: Any) -> nn.Parameter:
+def part_of(tensor: Any) -> nn.Parameter:
     with torch.no_grad():
         return nn.Parameter(tensor.to_local().detach(), requires_grad=tensor.requires_grad)
 

@@ -23,7 +23,7 @@ class Sealed(nn.Linear):
 
 def test_a_class_that_cannot_be_replaced_leaves_all_modules_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before it and those behind it."""
-    monkeypatch.setattr(tensor_views, "_part", lambda tensor: tensor)
+    monkeypatch.setattr(tensor_views, "part_of", lambda tensor: tensor)
     model = nn.Sequential(nn.Linear(2, 2), Sealed(2, 2), nn.Linear(2, 2))
     shards: Any = {module.weight: None for module in model}
     params = list(model.parameters())
