@@ -8,7 +8,7 @@ and no hang. A rank whose call was refused before joins with the kind ``refused`
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from itertools import zip_longest
 from typing import Final
@@ -87,11 +87,13 @@ def check_kinds(kinds: Sequence[Kind], rank: int, what: str) -> None:
     )
 
 
-def difference_error(kind: Kind, what: str, descriptions: Sequence[Sequence[str]]) -> RankError:
-    """Return the error with the first line in which the descriptions of the ranks differ."""
-    for of_ranks in zip_longest(*descriptions, fillvalue="(nothing more)"):
+def difference_error(kind: Kind, what: str, descriptions: Mapping[int, Sequence[str]]) -> RankError:
+    """Return the error with the first line in which the descriptions of the ranks differ, by rank."""
+    for of_ranks in zip_longest(*descriptions.values(), fillvalue="(nothing more)"):
         if len(set(of_ranks)) > 1:
-            shown = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(of_ranks[:_SHOWN_RANKS]))
+            shown = "; ".join(
+                f"rank {rank}: {line}" for rank, line in [*zip(descriptions, of_ranks, strict=True)][:_SHOWN_RANKS]
+            )
             break
     else:
         of_ranks, shown = (), "their descriptions agree, their numbers do not"

@@ -19,7 +19,7 @@ When a collective fails or times out, every later one of this rank fails at once
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TypeVar
@@ -105,8 +105,13 @@ class Ranks:
         """
         return [number]
 
-    def agree_digest(self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0) -> list[int]:
-        """`agree` with the digest of ``lines()`` at hand."""
+    def agree_digest(
+        self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0, of_tensor_ranks: int = 0
+    ) -> list[int]:
+        """`agree` with the digest of ``lines()`` at hand.
+
+        Its last lines, of digest ``of_tensor_ranks``, need be alike only where one forward is computed together.
+        """
         return [number]
 
     agreement_scope: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
@@ -197,18 +202,33 @@ class JobRanks(Ranks):
     def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
         return self.agree_digest(kind, digest_lines(lines()), lines, what, number)
 
-    def agree_digest(self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0) -> list[int]:
+    def agree_digest(
+        self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0, of_tensor_ranks: int = 0
+    ) -> list[int]:
         self._num_agreements += kind not in PRELIMINARY
-        own = torch.tensor([KINDS.index(kind), digest, number], dtype=torch.int64, device="cpu")
-        of_ranks = torch.empty(self.job_size, 3, dtype=torch.int64, device="cpu")
+        own = torch.tensor([KINDS.index(kind), digest, number, of_tensor_ranks], dtype=torch.int64, device="cpu")
+        of_ranks = torch.empty(self.job_size, 4, dtype=torch.int64, device="cpu")
         place = f"the agreement on {named(kind, what)}"
         self._attempt(self._agreement, place, lambda g: all_gather(g, of_ranks.view(-1), own))
-        kinds, digests, numbers = of_ranks.t().tolist()
+        kinds, digests, numbers, of_models = of_ranks.t().tolist()
         check_kinds([KINDS[k] for k in kinds], self.job_rank, what)
-        if kind is not Kind.REFUSED and len(set(digests)) > 1:
+        differing = self._differing(digests, of_models)
+        if kind is not Kind.REFUSED and differing:
             descriptions = self.collect_from_job("\n".join(lines()).encode())
-            raise difference_error(kind, what, [text.decode().split("\n") for text in descriptions])
+            texts = {rank: descriptions[rank].decode().split("\n") for rank in differing}
+            raise difference_error(kind, what, texts)
         return [int(n) for n in numbers]
+
+    def _differing(self, digests: Sequence[int], of_models: Sequence[int]) -> list[int]:
+        """Ranks that differ: all by ``digests``, or by ``of_models`` the first that compute one forward."""
+        if len(set(digests)) > 1:
+            return list(range(self.job_size))
+        places = sorted(self.mesh.ranks)
+        for line in self.mesh.tensor_lines:
+            ranks = [places.index(rank) for rank in line]
+            if len({of_models[rank] for rank in ranks}) > 1:
+                return ranks
+        return []
 
     @contextmanager
     def agreement_scope(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from rank_tensor import (
     TP_AND_SHARD,
     DoneParallel,
     Parallel,
+    compute_length_of_rank,
     drop_out_with_seed_of_rank,
     exchanged_by_model,
     refusals,
@@ -144,6 +145,12 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
 def test_ranks_of_one_batch_must_draw_the_same_numbers(two_ranks: Pool) -> None:
     for error in two_ranks.run(drop_out_with_seed_of_rank):
         assert "ranks along tp would draw others" in error
+
+
+def test_ranks_of_one_batch_must_have_it_in_one_length(two_ranks: Pool) -> None:
+    """Before the model exchanges anything, where sizes that differ would be an error of gloo's or a hang."""
+    for error in two_ranks.run(compute_length_of_rank):
+        assert "the ranks' forward are not the same; the first difference: rank 0: segment" in error, error
 
 
 def test_dropout_is_that_of_one_process(two_ranks: Pool) -> None:

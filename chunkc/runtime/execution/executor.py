@@ -20,6 +20,7 @@ from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan, Position, Program, Role
 from chunkc.ir.schedule import GraphKind
+from chunkc.ir.work import Kind as WorkKind
 from chunkc.runtime.devices.protocol import Device, Event, launch_each
 from chunkc.runtime.execution.binder import Binder
 from chunkc.runtime.execution.bound_action import BoundProgram, CompiledGraph, RunEnvironment, ValueTable
@@ -78,7 +79,7 @@ class Executor:
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
-        self._exchange_digests: dict[str, int] = {}
+        self._exchange_digests: dict[str, tuple[int, int]] = {}
         self._env = RunEnvironment()
         self._events: dict[str, Event] = {}
         self.step_number = -1
@@ -120,6 +121,14 @@ class Executor:
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
         return [line for line in lines if not line.startswith(("release", "drop", "norm"))]
 
+    def exchanges_of_model(self, program: BoundProgram) -> list[str]:
+        """List what ranks that compute one forward together must have alike: the model's own collectives."""
+        role = program.planned.role
+        graph: GraphKind | None = role if role == "backward" else "forward" if role in ("forward", "evaluate") else None
+        segments = () if graph is None else self.plan.graph_segments(graph)
+        works = [(s.name, w) for s in segments for w in s.work if w.kind is WorkKind.LINK]
+        return [f"segment {name} receives {w.nbytes} bytes by {w.num_kernels} collectives" for name, w in works]
+
     def agree(self, kind: Kind, program: BoundProgram, state: Sequence[str] = (), number: int = 0) -> list[int]:
         """Agree with all ranks on ``state`` and on running ``program``; return ``number`` of every rank.
 
@@ -129,9 +138,17 @@ class Executor:
         if self._ranks.job_size == 1:
             return [number]
         if program.name not in self._exchange_digests:
-            self._exchange_digests[program.name] = digest_lines(self.exchanges(program))
-        digest = digest_lines([*state, str(self._exchange_digests[program.name])])
-        return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
+            of_plan, of_model = self.exchanges(program), self.exchanges_of_model(program)
+            self._exchange_digests[program.name] = digest_lines(of_plan), digest_lines(of_model)
+        of_plan_digest, of_model_digest = self._exchange_digests[program.name]
+        digest = digest_lines([*state, str(of_plan_digest)])
+        return self._ranks.agree_digest(
+            kind,
+            digest,
+            lambda: [*state, *self.exchanges(program), *self.exchanges_of_model(program)],
+            number=number,
+            of_tensor_ranks=of_model_digest,
+        )
 
     def _sum_of_norms(self, totals: torch.Tensor) -> None:
         """Add up norms over ranks that compute one forward together; no action of a plan for one rank does it."""

@@ -198,6 +198,17 @@ def drop_out_with_seed_of_rank() -> str:
     return ""
 
 
+def compute_length_of_rank() -> str:
+    """The error of a first forward for which the second rank has half as many tokens."""
+    model, batch = compiled(Parallel("llama"), ROOMY), PARALLEL_CASES["llama"].batches()[0]
+    length = min(value.shape[1] for value in batch.values()) // (1 + torch.distributed.get_rank())
+    try:
+        model(**{name: value[:, :length] for name, value in batch.items()})
+    except chunkc.ChunkcError as error:
+        return str(error)
+    return ""
+
+
 def reload() -> dict[str, bool]:
     """Load what a run saved: its own state dict, and a plain one of whole tensors; then the values are those.
 
