@@ -248,7 +248,7 @@ class GraphSet:
         return graph.captured
 
     def _plan_with_room(self, entry: GraphEntry, nbytes: int) -> bool:
-        """Plan a graph in the layout so that ``nbytes`` are left, or count them beside it; whether it is planned."""
+        """Plan a graph in the layout where ``nbytes`` are left then, else count them; whether it is planned."""
         graph, request = self.graphs[entry], self._request()
         try:
             built = self._build(graph, request.keeping_values())
