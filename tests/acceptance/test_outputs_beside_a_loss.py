@@ -94,16 +94,16 @@ def test_values_in_host_memory_come_back_for_another_plan() -> None:
 
 
 class WithScaled(WithLogits):
-    """Backward reads the scale, which is saved before all else, for the second output only."""
+    """Backward reads scales, which are saved before all else, for the second output only."""
 
     def __init__(self) -> None:
         super().__init__(depth=6)
-        self.register_buffer("mix", torch.randn(16, WIDTH))
+        self.register_buffer("mix", torch.randn(2, 16, WIDTH))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = x @ self.mix
+        scales = [x @ mix for mix in self.mix]
         hidden = self.trunk(x)
-        return self.head(hidden).pow(2).mean(), hidden * scale
+        return self.head(hidden).pow(2).mean(), sum(hidden * scale for scale in scales)
 
 
 def test_values_of_other_forwards_come_back_for_another_plan_too() -> None:
