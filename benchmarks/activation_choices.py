@@ -1,4 +1,4 @@
-"""Architectures with dropout under every choice for their activations: the same bits, at the least budget of each.
+"""Train architectures under every choice for activations, each at its least budget; compare bits.
 
 What forward saves for backward is kept, computed again, moved to host memory, or all three: in the *mixture* half of
 the layers are computed again, and of what is then saved every second value moves. Each choice trains the same model
@@ -120,7 +120,7 @@ def kept_alike(plan: chunkc.Plan, draft: Draft) -> PlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is done with activations; ``budget``: of the layers, those that keep theirs where that is fixed."""
+    """A choice for activations; ``budget``: share of layers that keep theirs, where it is fixed."""
 
     activations: Any
     passes: tuple[Pass, ...] = ()
@@ -243,7 +243,7 @@ class DroppingConv2d(nn.Conv2d):
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """``model`` with dropout wherever modules name it, or else in front of linear layers and behind convolutions."""
+    """Set dropout where modules name it, else in front of linear layers and behind convolutions."""
     found = False
     for module in model.modules():
         named = (

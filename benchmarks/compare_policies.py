@@ -133,7 +133,7 @@ def slowest(first: Answer, scenarios: Scenarios) -> Answer:
 
 
 def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> Answer:
-    """The answer of ``first`` with a decision: the same layers are computed again, or others where that fits not."""
+    """Plan ``first`` with a decision: the same layers are computed again, others if those do not fit."""
     if first.fits and first.scenario is not None:
         decided = scenarios.answer(replace(first.scenario, tracks_grad_norm=True))
         if decided.fits:

@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 
 class NanoGptBlock(nn.Module):
-    """A block of nanoGPT: norms in front, fused attention, four times wider inside; ``[batch, length, WIDTH]``."""
+    """Block of nanoGPT: norms in front, fused attention, inside 4 x WIDTH; ``[batch, length, WIDTH]``."""
 
     def __init__(self) -> None:
         super().__init__()

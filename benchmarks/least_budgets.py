@@ -1,4 +1,4 @@
-"""Least device budgets of the models in ``least_budget_models.py``, by planning; two steps under some of them.
+"""Find least device budgets of ``least_budget_models.py`` by planning; train steps under some.
 
 With ``--named-only`` a budget is the one that a refusal names, and nothing runs. ``--steps-of`` then trains the models
 that it lists under their named budgets on the emulated device; whether the second step's reading was within the plan is
@@ -150,7 +150,7 @@ def with_steps(named: Mapping[str, Any], names: Sequence[str], about: Mapping[st
 
 
 def joined(before: Mapping[str, Any], after: Mapping[str, Any]) -> Record:
-    """Both measurements of each model, with the ratio of their budgets; ``steps`` is where those of ``after`` ran."""
+    """Join both measurements of each model, with their ratio; ``steps`` says where ``after`` ran."""
     earlier = {record["model"]: record for record in before["models"]}
     rows = [
         {"model": record["model"], "what": record["what"], "length": record["length"],
