@@ -82,10 +82,10 @@ class _Packer:
         """Chunks so far, whole groups of them."""
         return len(self.used) * self.group_size
 
-    def used_of(self, chunk: int) -> int:
-        """Used elements of a chunk."""
-        group, position = divmod(chunk, self.group_size)
-        return min(max(self.used[group] - position * self.numel, 0), self.numel)
+    def used_of_chunks(self) -> list[int]:
+        """Used elements of each chunk."""
+        starts = range(0, self.room, self.numel)
+        return [min(max(used - start, 0), self.numel) for used in self.used for start in starts]
 
 
 def pack(
@@ -117,9 +117,10 @@ def pack(
             else:
                 placements[param] = Placement(param, max(0, first + packer.num_chunks - 1), 0, 0)
         os_home = Tier.HOST if kind is ChunkList.TRAINED else None
-        for chunk in range(packer.num_chunks):
-            used = packer.used_of(chunk)
-            chunks.append(Chunk(first + chunk, kind, dtype, packer.numel, used, Tier.HOST, os_home))
+        chunks += (
+            Chunk(index, kind, dtype, packer.numel, used, Tier.HOST, os_home)
+            for index, used in enumerate(packer.used_of_chunks(), first)
+        )
     if (ChunkList.UNUSED, UNUSED_DTYPE) not in lists:
         chunks += _grad_chunks(chunks, liveness)
     return Layout(

@@ -29,12 +29,13 @@ from chunkc.passes.support.budget import (
     demand_of,
     least_budgets,
     most_ranges,
+    packing_of,
     refuse,
     resident_states,
     sizes_of,
     with_residents,
 )
-from chunkc.passes.support.draft import Demand, Draft, Liveness, PlanOptions, Target, decided
+from chunkc.passes.support.draft import Demand, Draft, Liveness, Packing, decided
 from chunkc.passes.support.resident_states import streamed_chunks
 from chunkc.passes.support.updates import step_nbytes
 
@@ -115,12 +116,23 @@ def tight_numel(layout: Layout) -> int:
     return -(-max(used_nbytes, default=0) // (layout.world_size * element_nbytes)) or layout.chunk_numel
 
 
-def evaluate(
-    schedule: Schedule, liveness: Liveness, target: Target, options: PlanOptions, numel: int
-) -> list[Candidate]:
+def evaluate(draft: Draft, numel: int) -> list[Candidate]:
     """Pack chunks of ``numel`` elements, with a look-back too where that makes fewer; price what fits."""
-    layouts = packings(schedule, liveness, numel, target.world_size, target.rank, options.state_spec)
-    return [_priced(layout, lookback, liveness, target, options, numel) for lookback, layout in layouts]
+    return [_priced(packing, draft, numel) for packing in _packings(draft, numel)]
+
+
+def _packings(draft: Draft, numel: int) -> tuple[Packing, ...]:
+    """Packings of ``numel`` elements; they depend on neither budgets nor activations."""
+    schedule, liveness = draft.schedule, decided(draft.liveness, "liveness")
+    target, spec = draft.target, draft.options.state_spec
+
+    def packed() -> tuple[Packing, ...]:
+        layouts = packings(schedule, liveness, numel, target.world_size, target.rank, spec)
+        return tuple(packing_of(layout, liveness, lookback) for lookback, layout in layouts)
+
+    uses = (liveness.use_order, liveness.trained, liveness.landing_op, liveness.needs, liveness.has_grad_chunks)
+    facts = (schedule.params, schedule.also_trained, *uses)
+    return draft.packings.of((numel, target.world_size, target.rank, spec), facts, packed)
 
 
 def packings(
@@ -140,13 +152,13 @@ def packings(
     return [(0, plain)]
 
 
-def _priced(
-    layout: Layout, lookback: int, liveness: Liveness, target: Target, options: PlanOptions, numel: int
-) -> Candidate:
-    demand = demand_of(layout, liveness, options.cuts)
+def _priced(packing: Packing, draft: Draft, numel: int) -> Candidate:
+    layout, liveness = packing.layout, decided(draft.liveness, "liveness")
+    target, options = draft.target, draft.options
+    demand = demand_of(layout, liveness, options.cuts, packing)
     sizes = sizes_of(layout, demand, liveness, options.cuts)
     home = choose_home(sizes, target, options)
-    candidate = Candidate(numel, layout, demand, sizes, None, lookback)
+    candidate = Candidate(numel, layout, demand, sizes, None, packing.lookback)
     if home is None or home.is_fastest:
         return candidate if home is None else replace(candidate, moved_nbytes=0)
     num_states, share = resident_states(sizes, target, options), options.streamed_share
@@ -174,19 +186,19 @@ def search(draft: Draft) -> list[Candidate]:
         BudgetError: when none fits; it names budgets with which the best of them does.
         ValueError: when ``max_slots`` is less than every candidate needs.
     """
-    liveness = decided(draft.liveness, "liveness")
-    schedule, target, options = draft.schedule, draft.target, draft.options
+    liveness, options = decided(draft.liveness, "liveness"), draft.options
+    schedule, target = draft.schedule, draft.target
     wanted = (
         candidates(schedule, liveness, target.world_size) if options.chunk_numel is None else (options.chunk_numel,)
     )
     dtype = commonest_dtype(schedule.params)
     aligned = (aligned_chunk_numel(numel, dtype, options.state_spec) for numel in wanted)
     numels = tuple(dict.fromkeys(aligned))
-    tried = [c for numel in numels for c in evaluate(schedule, liveness, target, options, numel)]
+    tried = [c for numel in numels for c in evaluate(draft, numel)]
     if options.chunk_numel is None and all(c.moved_nbytes is None for c in tried):
         tight = (aligned_chunk_numel(tight_numel(c.layout), dtype, options.state_spec) for c in tried)
         others = dict.fromkeys(numel for numel in tight if numel not in numels)
-        tried += [c for numel in others for c in evaluate(schedule, liveness, target, options, numel)]
+        tried += [c for numel in others for c in evaluate(draft, numel)]
     fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
     if not fitting:
         raise _none_fits(draft, tried)

@@ -195,10 +195,10 @@ def _searched(
     max_actions: int,
 ) -> tuple[Choice, list[Candidate]]:
     """The fastest options, and all candidates; ``planned`` is the passes' own plan."""
-    first_rank = replace(target, rank=0)
+    first_rank, packings = replace(target, rank=0), planned.drafts[-1][1].packings
 
     def draft_with(varied: PlanOptions) -> Draft:
-        start = Draft(schedule, first_rank, varied)
+        start = Draft(schedule, first_rank, varied, packings=packings)
         return run_passes(start, PIPELINE if passes is None else passes)[0]
 
     def plan_of(draft: Draft) -> Plan:

@@ -6,42 +6,53 @@ needs fixes; so a segment never needs more than one operator does, and the small
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 
 from chunkc.ir.schedule import GraphKind
-from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, GraphCosts, Liveness
+from chunkc.passes.support.draft import BaseSegment, BlockNeeds, ChunkBlocks, GraphCosts, Liveness
 
 GRAPHS: tuple[GraphKind, GraphKind] = ("forward", "backward")
+Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
-def base_segments(
-    liveness: Liveness, blocks: ChunkBlocks, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
-) -> tuple[BaseSegment, ...]:
-    """Base segments of both graphs; per graph, one must start at each operator of ``cuts``.
+def base_segments(liveness: Liveness, needs: BlockNeeds, cuts: Cuts) -> tuple[BaseSegment, ...]:
+    """Base segments of both graphs by the blocks that operators need; per graph, one begins at each of ``cuts``."""
+    segments: list[BaseSegment] = []
+    for which, graph in enumerate(GRAPHS):
+        starts = _starts(needs[which], () if cuts is None else cuts[which])
+        segments.extend(_segments(graph, which, starts, needs[which], liveness))
+    return tuple(segments)
+
+
+def block_needs(liveness: Liveness, blocks: ChunkBlocks, keep_open: bool) -> BlockNeeds:
+    """Per graph, per operator: the blocks that it needs, ascending.
 
     ``keep_open``: whether a block in which gradients have begun to land must stay until all have (several ranks, where
     gradients overlay parameters: a chunk is reduced once and whole).
     """
-    segments: list[BaseSegment] = []
-    for which, graph in enumerate(GRAPHS):
-        needs = block_needs(liveness, blocks, which, keep_open)
-        starts = _starts(needs, () if cuts is None else cuts[which])
-        segments.extend(_segments(graph, which, starts, needs, liveness))
-    return tuple(segments)
-
-
-def block_needs(liveness: Liveness, blocks: ChunkBlocks, which: int, keep_open: bool) -> list[tuple[int, ...]]:
-    """The blocks that each operator of graph ``which`` needs, ascending."""
     of_param = blocks.of_param
-    wanted = [{of_param[p] for p in op if of_param[p] >= 0} for op in liveness.needs[which]]
-    if which == 1:
-        for param in liveness.trained:
-            wanted[liveness.landing_op[param]].update(blocks.of_grad[param])
-    needs = [tuple(sorted(need)) for need in wanted]
-    return _with_open(liveness, blocks, needs) if keep_open and which == 1 else needs
+    wanted: tuple[dict[int, set[int]], dict[int, set[int]]] = ({}, {})
+    for operators, needs in zip(wanted, liveness.needs, strict=True):
+        for index, params in enumerate(needs):
+            if params:
+                operators[index] = {of_param[p] for p in params if of_param[p] >= 0}
+    for param in liveness.trained:
+        wanted[1].setdefault(liveness.landing_op[param], set()).update(blocks.of_grad[param])
+    forward, backward = (_of_operators(w, len(n)) for w, n in zip(wanted, liveness.needs, strict=True))
+    return forward, _with_open(liveness, blocks, backward) if keep_open else backward
 
 
-def _with_open(liveness: Liveness, blocks: ChunkBlocks, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _of_operators(wanted: dict[int, set[int]], num_operators: int) -> list[tuple[int, ...]]:
+    needs: list[tuple[int, ...]] = [()] * num_operators
+    for index, blocks in wanted.items():
+        needs[index] = tuple(sorted(blocks))
+    return needs
+
+
+def _with_open(liveness: Liveness, blocks: ChunkBlocks, needs: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Add to each operator of backward with needs the blocks whose gradients have begun to land."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -50,18 +61,25 @@ def _with_open(liveness: Liveness, blocks: ChunkBlocks, needs: list[tuple[int, .
         if block >= 0:
             first[block] = min(first.get(block, landing), landing)
             last[block] = max(last.get(block, landing), landing)
-    opened: list[list[int]] = [[] for _ in needs]
-    for block in sorted(first):
-        opened[first[block]].append(block)
+    opened, closed = _by_operator(first), _by_operator(last)
     current: set[int] = set()
-    result = []
+    result = list(needs)
     for index, need in enumerate(needs):
-        current = {block for block in current if last[block] >= index}.union(opened[index])
-        result.append(tuple(sorted(current.union(need))) if need else need)
+        current.update(opened.get(index, ()))
+        if need:
+            result[index] = tuple(sorted(current.union(need)))
+        current.difference_update(closed.get(index, ()))
     return result
 
 
-def _starts(needs: list[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
+def _by_operator(of_block: dict[int, int]) -> dict[int, list[int]]:
+    blocks: dict[int, list[int]] = {}
+    for block, operator in of_block.items():
+        blocks.setdefault(operator, []).append(block)
+    return blocks
+
+
+def _starts(needs: Sequence[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
     if not needs:
         return []
     starts, forced = [0], set(cuts)
@@ -81,19 +99,20 @@ def _starts(needs: list[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
 
 
 def _segments(
-    graph: GraphKind, which: int, starts: list[int], needs: list[tuple[int, ...]], liveness: Liveness
+    graph: GraphKind, which: int, starts: list[int], needs: Sequence[tuple[int, ...]], liveness: Liveness
 ) -> list[BaseSegment]:
-    lands: list[list[int]] = [[] for _ in needs]
+    lands: dict[int, list[int]] = {}
     if graph == "backward":
         for param in liveness.trained:
-            lands[liveness.landing_op[param]].append(param)
-    result = []
+            lands.setdefault(liveness.landing_op[param], []).append(param)
+    landing_ops, landed_nbytes = sorted(lands), liveness.costs[which].landed
     costs = segment_costs(liveness.costs[which], starts)
+    result = []
     for (first, end), (live, workspace) in zip(ranges(starts, len(needs)), costs, strict=True):
-        wanted = tuple(sorted({block for need in needs[first:end] for block in need}))
-        landing = tuple(p for op in lands[first:end] for p in op)
-        landed_nbytes = sum(liveness.costs[which].landed[first:end])
-        result.append(BaseSegment(graph, first, end, wanted, landing, landed_nbytes, live, workspace))
+        wanted = tuple(sorted({block for need in needs[first:end] if need for block in need}))
+        within = landing_ops[bisect_left(landing_ops, first) : bisect_left(landing_ops, end)]
+        landing = tuple(p for op in within for p in lands[op])
+        result.append(BaseSegment(graph, first, end, wanted, landing, sum(landed_nbytes[first:end]), live, workspace))
     return result
 
 
@@ -110,18 +129,16 @@ def segment_costs(costs: GraphCosts, starts: Sequence[int]) -> list[tuple[int, i
     and what crosses its end from then on. The workspace is what kernels take the segment's peak above that.
     """
     result = []
-    pending = 0
-    crossing = (*(costs.crossing or [0] * len(costs.live)), 0)
+    made = [0, *accumulate(costs.made)]  # gradients before each operator, those that have landed too
+    held = list(map(add, costs.live, made))
+    crossing, landed = (*costs.crossing, 0), 0
     for first, end in ranges(starts, len(costs.live)):
-        live = peak = 0
-        carried = crossing[first]
-        for index in range(first, end):
-            carried = min(carried, crossing[index])
-            nbytes = costs.live[index] + pending + carried
-            live = max(live, nbytes)
-            peak = max(peak, nbytes + costs.workspace[index])
-            pending += costs.made[index]
-        live = max(live, costs.live_after[end - 1] + pending + crossing[end])
-        pending -= sum(costs.landed[first:end])
+        own = held[first:end]
+        if costs.crossing and crossing[first]:
+            own = list(map(add, own, accumulate(crossing[first:end], min)))
+        peak = max(map(add, own, costs.workspace[first:end])) - landed
+        after = costs.live_after[end - 1] + made[end] + (crossing[end] if costs.crossing else 0)
+        live = max(*own, after) - landed
+        landed += sum(costs.landed[first:end])
         result.append((live, max(peak - live, 0)))
     return result

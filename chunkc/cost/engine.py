@@ -64,6 +64,8 @@ class Engine:
     _queues: dict[Stream, deque[Task]] = field(default_factory=lambda: {s: deque() for s in Stream})
     _running: dict[Stream, tuple[Task, float]] = field(default_factory=dict)
     _last: dict[Stream, Task] = field(default_factory=dict)
+    _ready_ms: dict[Stream, float] = field(default_factory=dict)  # of the next task, once that is known
+    _blocker: dict[Stream, int] = field(default_factory=dict)  # a task that the next one waits for
 
     def add(self, name: str, cost: Cost, waits: tuple[int, ...], issue_after: tuple[int, ...] = ()) -> int:
         """One more task behind all others; its number."""
@@ -103,26 +105,35 @@ class Engine:
     def _start(self) -> None:
         for stream, queue in self._queues.items():
             if stream not in self._running and queue:
-                ready_ms = self._ready(queue[0])
+                ready_ms = self._ready(stream, queue[0])
                 if ready_ms <= self._now_ms + _SLACK_MS:
                     task = queue.popleft()
+                    del self._ready_ms[stream]
                     task.start_ms = self._now_ms
                     self._running[stream] = (task, task.cost.alone_ms)
 
-    def _ready(self, task: Task) -> float:
-        """When ``task``, the next of its stream, can start; infinity while that is not known. Notes the cause."""
+    def _ready(self, stream: Stream, task: Task) -> float:
+        """When ``task``, the next of ``stream``, can start; infinity while that is not known. Notes the cause."""
+        known_ms = self._ready_ms.get(stream)
+        if known_ms is not None:
+            return known_ms
+        if stream in self._blocker and not self._is_done(self._blocker[stream]):
+            return math.inf
         ready_ms, cause = task.issued_ms, None
-        last = self._last.get(task.stream)
+        last = self._last.get(stream)
         if last is not None and last.end_ms >= ready_ms:
             ready_ms, cause = last.end_ms, last.number
         for number in task.waits:
             wait = self.tasks[number]
-            if not self._is_done(number):
+            if wait.end_ms > self._now_ms:
+                self._blocker[stream] = number
                 return math.inf
-            after_ms = wait.end_ms + (self.handoff_ms if wait.stream is not task.stream else 0.0)
+            after_ms = wait.end_ms + (self.handoff_ms if wait.stream is not stream else 0.0)
             if after_ms > ready_ms:
                 ready_ms, cause = after_ms, number
         task.cause = cause
+        if not math.isinf(ready_ms):
+            self._ready_ms[stream] = ready_ms
         return ready_ms
 
     def _advance(self) -> list[Task]:
@@ -130,7 +141,7 @@ class Engine:
         running = list(self._running.items())
         speeds = self.sharing.speeds(tuple(task.cost.use for _, (task, _) in running))
         ends = [self._end(task, left, speed) for (_, (task, left)), speed in zip(running, speeds, strict=True)]
-        starts = [self._ready(q[0]) for s, q in self._queues.items() if q and s not in self._running]
+        starts = [self._ready(s, q[0]) for s, q in self._queues.items() if q and s not in self._running]
         next_ms = min((*ends, *starts), default=math.inf)
         if math.isinf(next_ms):
             stuck = next((q[0].name for q in self._queues.values() if q), "nothing")

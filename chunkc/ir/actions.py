@@ -156,6 +156,16 @@ class Action:
     def index(self) -> int:
         return int(self.target.lstrip("abcdfgosw."))
 
+    def after(self, waits: tuple[str, ...]) -> Action:
+        """The same action with ``waits``; not checked again, since no rule is about waits."""
+        if waits == self.waits:
+            return self
+        action = object.__new__(Action)
+        for name in ("op", "target", "stream", "slot", "source"):
+            object.__setattr__(action, name, getattr(self, name))
+        object.__setattr__(action, "waits", waits)
+        return action
+
     def __str__(self) -> str:
         parts = [str(self.op)]
         if self.target:

@@ -161,8 +161,8 @@ class Layout:
         return {c.partner: c.index for c in self.chunks if c.partner is not None}
 
     def owner(self, chunk: int) -> int:
-        group = self.group_of(chunk)
-        return chunk - group.first_chunk
+        """The rank whose home a chunk has: its place in its group."""
+        return chunk % self.world_size
 
     def group_of(self, chunk: int) -> Group:
         return self.groups[chunk // self.world_size]
@@ -188,7 +188,7 @@ class Layout:
         return 2 * (self.num_replicas - 1) * nbytes // self.num_replicas
 
     def owned(self) -> tuple[Chunk, ...]:
-        return tuple(c for c in self.chunks if self.owner(c.index) == self.rank)
+        return self.chunks[self.rank :: self.world_size]
 
     def lines(self) -> list[str]:
         """All that ranks which share groups must have alike, one fact a line."""

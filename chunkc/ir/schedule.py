@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -164,10 +164,7 @@ class Schedule:
 
     def digest(self) -> str:
         """Twelve hexadecimal digits over all that planning depends on, equal on every machine."""
-        data = self.to_json()
-        for operator in (*data["forward"]["operators"], *data["backward"]["operators"]):
-            del operator["source"]
-        return digest_of(data)
+        return digest_of(self, _digested)
 
 
 def largest_saved(
@@ -192,7 +189,13 @@ def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
     return max(numel, key=lambda dtype: numel[dtype])
 
 
-def digest_of(data: Any) -> str:
-    """First twelve hexadecimal digits of the SHA-256 of canonical JSON."""
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+def _digested(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that planning depends on."""
+    names = type(value).__dataclass_fields__
+    return {name: getattr(value, name) for name in names if name != "source" or not isinstance(value, Operator)}
+
+
+def digest_of(data: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """First twelve hexadecimal digits of the SHA-256 of canonical JSON; ``default``: as of ``json.dumps``."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), default=default)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

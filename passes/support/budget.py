@@ -18,12 +18,10 @@ from chunkc.ir.plan import Plan, Segment
 from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, SavedValue, Schedule, commonest_dtype, largest_saved
 from chunkc.ir.tiers import SLOWER_TIERS, Tier
 from chunkc.passes.chunk_mapping import blocks_of
-from chunkc.passes.segments import base_segments, segment_costs
+from chunkc.passes.segments import Cuts, base_segments, block_needs, segment_costs
 from chunkc.passes.support.belady import min_ranges
-from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, Demand, Liveness, PlanOptions, Target
+from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, Demand, Liveness, Packing, PlanOptions, Target
 from chunkc.passes.support.resident_states import residence_order, states_nbytes
-
-Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +45,10 @@ class Sizes:
         return {tier: nbytes + moved[tier] for tier, nbytes in self.evicted.items()}
 
 
-def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
-    """Chunk blocks, base segments and the least arena of ``layout``."""
-    blocks = blocks_of(layout)
-    steps = base_segments(liveness, blocks, cuts, keep_open=layout.world_size > 1 and not liveness.has_grad_chunks)
+def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts, packing: Packing | None = None) -> Demand:
+    """Chunk blocks, base segments and the least arena of ``layout``, which may be that of ``packing`` with homes."""
+    packing = packing or packing_of(layout, liveness)
+    blocks, steps = packing.blocks, base_segments(liveness, packing.needs, cuts)
     resident = [layout.chunks[first * layout.world_size].is_resident for first in blocks.first_group]
     if layout.world_size == 1 and any(resident):
         blocks, steps = _moving(blocks, steps, [block for block, stays in enumerate(resident) if not stays])
@@ -58,6 +56,12 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
     if any(layout.chunks[first * layout.world_size].list is ChunkList.GRAD for first in blocks.first_group):
         least = max(least, 2)  # an update on the device has gradients beside the payload
     return Demand(blocks, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
+
+
+def packing_of(layout: Layout, liveness: Liveness, lookback: int = 0) -> Packing:
+    """``layout`` with its chunk blocks and those that operators need."""
+    blocks, keeps_open = blocks_of(layout), layout.world_size > 1 and not liveness.has_grad_chunks
+    return Packing(lookback, layout, blocks, block_needs(liveness, blocks, keeps_open))
 
 
 def _moving(
@@ -92,15 +96,13 @@ def chunk_nbytes(layout: Layout) -> int:
 
 def with_homes(layout: Layout, home: Tier) -> Layout:
     """``layout`` with its payloads and states at ``home``; unused parameters always stay on the host."""
-    chunks = tuple(
-        replace(
-            c,
-            home=Tier.HOST if c.list is ChunkList.UNUSED else home,
-            os_home=home if c.list is ChunkList.TRAINED else None,
-        )
-        for c in layout.chunks
-    )
-    return replace(layout, chunks=chunks)
+    chunks = []
+    for chunk in layout.chunks:
+        own = Tier.HOST if chunk.list is ChunkList.UNUSED else home
+        os_home = home if chunk.list is ChunkList.TRAINED else None
+        is_there = chunk.home is own and chunk.os_home is os_home
+        chunks.append(chunk if is_there else replace(chunk, home=own, os_home=os_home))
+    return replace(layout, chunks=tuple(chunks))
 
 
 def with_resident_states(layout: Layout, liveness: Liveness, num: int) -> Layout:

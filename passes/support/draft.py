@@ -11,8 +11,8 @@ Words used by all passes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from chunkc.cost.rates import CostRates
@@ -26,6 +26,8 @@ from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.tiers import Tier
 
 T = TypeVar("T")
+BlockNeeds = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+"""Per graph, per operator: the chunk blocks that it needs."""
 Activations = Literal["auto", "keep", "recompute", "offload"]
 ACTIVATIONS: tuple[Activations, ...] = ("auto", "keep", "recompute", "offload")
 
@@ -192,6 +194,32 @@ class ChunkBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """A layout without homes, packed with a look-back of so many groups, and the blocks that operators need in it."""
+
+    lookback: int
+    layout: Layout
+    blocks: ChunkBlocks
+    needs: BlockNeeds
+
+
+@dataclass(slots=True)
+class Packings:
+    """Packings by chunk size, kept for plans of one request whose options differ in nothing that they depend on."""
+
+    _found: dict[tuple[object, ...], tuple[tuple[object, ...], tuple[Packing, ...]]] = field(default_factory=dict)
+
+    def of(
+        self, key: tuple[object, ...], facts: tuple[object, ...], pack: Callable[[], tuple[Packing, ...]]
+    ) -> tuple[Packing, ...]:
+        """Those kept under ``key`` if they were made of equal ``facts``, or those that ``pack`` makes."""
+        found = self._found.get(key)
+        if found is None or found[0] != facts:
+            found = self._found[key] = (facts, pack())
+        return found[1]
+
+
+@dataclass(frozen=True, slots=True)
 class BaseSegment:
     """Operators ``first_op:end_op`` of a graph that need the same ``blocks``."""
 
@@ -266,13 +294,14 @@ class ActionAccess:
 class Draft:
     """All facts so far; None where no pass has decided yet.
 
-    ``waiting_nbytes``: as of `chunkc.ir.plan.Plan`.
+    ``waiting_nbytes``: as of `chunkc.ir.plan.Plan`. ``packings``: shared by drafts of one request.
     """
 
     schedule: Schedule
     target: Target
     options: PlanOptions
     fixed_layout: Layout | None = None
+    packings: Packings = field(default_factory=Packings, repr=False, compare=False)
     note: str = ""
     stages: tuple[StageRecord, ...] = ()
     moves: tuple[TimedMove, ...] = ()

@@ -16,8 +16,8 @@ kinds of iterations are analysed, and an action waits for what either asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
@@ -84,16 +84,19 @@ class Analysis:
         self._touch(access, stream, len(self.done))
         self.done.append(Done(stream, number, clock, instance, role, position))
         labels = tuple(f"{ROLE_LETTER[self.done[w].role]}{self.done[w].position}" for w in sorted(waits))
-        return replace(access.action, waits=labels)
+        return access.action.after(labels)
 
     def _hazards(self, access: ActionAccess) -> set[int]:
-        hazards = {self.writers[r] for r in self._same_bytes((*access.reads, *access.writes)) if r in self.writers}
-        for resource in self._same_bytes(access.writes):
-            hazards.update(self.readers.get(resource, {}).values())
+        hazards, writers, readers, overlaps = set[int](), self.writers, self.readers, self.overlaps
+        for resource in access.reads:
+            hazards.update(writers[r] for r in overlaps.get(resource, (resource,)) if r in writers)
+        for resource in access.writes:
+            for same in overlaps.get(resource, (resource,)):
+                if same in writers:
+                    hazards.add(writers[same])
+                if same in readers:
+                    hazards.update(readers[same].values())
         return hazards
-
-    def _same_bytes(self, resources: Sequence[str]) -> Iterable[str]:
-        return (name for r in resources for name in self.overlaps.get(r, (r,)))
 
     def _touch(self, access: ActionAccess, stream: int, index: int) -> None:
         for resource in access.reads:
@@ -152,7 +155,7 @@ def _both(action: Action, same: Action) -> Action:
     if action.waits == same.waits:
         return action
     waits = dict.fromkeys((*same.waits, *action.waits))
-    return replace(action, waits=tuple(sorted(waits, key=lambda label: (label[0], int(label[1:])))))
+    return action.after(tuple(sorted(waits, key=lambda label: (label[0], int(label[1:])))))
 
 
 def joined(accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:

@@ -1,15 +1,26 @@
 """The search over chunk sizes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from schedules import budgeted, chain, gpt_like, planned, schedules, target
 
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import PlanOptions
+from chunkc.passes import PIPELINE, PlanOptions, Target
 from chunkc.passes.chunk_size import candidates, evaluate
+from chunkc.passes.contract import run_passes
 from chunkc.passes.liveness import analyse
+from chunkc.passes.pipeline import assemble
+from chunkc.passes.support.draft import Draft, Packings
+
+
+def undecided(found: Schedule, where: Target) -> Draft:
+    """A draft of which only liveness is decided."""
+    return Draft(found, where, PlanOptions(), liveness=analyse(found))
 
 
 def note(found: Schedule, device: int, options: PlanOptions) -> str:
@@ -39,7 +50,7 @@ def test_the_least_bytes_moved_win() -> None:
     plan = planned(found, where).plan
     moved = plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
     liveness = analyse(found)
-    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(found, liveness, where, PlanOptions(), n)]
+    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(undecided(found, where), n)]
     prices = [c.moved_nbytes for c in tried if c.moved_nbytes is not None]
     assert moved == min(prices) < max(prices)
 
@@ -48,7 +59,7 @@ def test_what_fits_is_resident_with_least_waste() -> None:
     found = gpt_like(6, 128, 1000, dtype="float32")
     liveness = analyse(found)
     chosen = planned(found, target()).plan.layout
-    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(found, liveness, target(), PlanOptions(), n)]
+    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(undecided(found, target()), n)]
     best = min(tried, key=lambda c: (c.waste_nbytes, len(c.layout.chunks)))
     assert chosen.chunk_numel == best.chunk_numel and chosen.utilisation() > 0.95
 
@@ -68,7 +79,7 @@ def test_a_group_of_ranks_may_hold_just_the_largest_tensor() -> None:
     for world_size in (2, 8):
         tried = candidates(found, analyse(found), world_size)
         assert {largest // world_size, largest // world_size * 65 // 64} <= set(tried)
-        layout = evaluate(found, analyse(found), target(), PlanOptions(), largest // world_size)[0].layout
+        layout = evaluate(undecided(found, target()), largest // world_size)[0].layout
         assert layout.chunk_numel * world_size == largest
 
 
@@ -83,3 +94,28 @@ def test_sizes_without_slack_where_no_other_fits() -> None:
         planned(found, budgeted(roomy, 16_000_000, 271_000_000))
     least = error.value.min_device_nbytes, error.value.min_host_nbytes
     assert planned(found, budgeted(roomy, *least)).plan.memory.device_peak_nbytes <= least[0]
+
+
+@given(schedules(), st.integers(1, 4), st.integers(1 << 12, 1 << 18))
+def test_kept_packings_change_no_plan(found: Schedule, world_size: int, device: int) -> None:
+    """Drafts of one search share packings; each must choose as it does alone, also where moves cut segments."""
+    where, shared = target(device, world_size=world_size), Packings()
+    for options in (PlanOptions(), PlanOptions(moved_share=1.0), PlanOptions(num_resident_states=1)):
+        outcomes = []
+        for packings in (shared, Packings()):
+            try:
+                draft, _ = run_passes(Draft(found, where, options, packings=packings), PIPELINE)
+                outcomes.append(assemble(draft).digest())
+            except BudgetError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+
+
+def test_packings_of_other_uses_are_made_anew() -> None:
+    where, shared = target(3 << 20), Packings()
+    trained = gpt_like(6, 128, 1000, dtype="float32")
+    frozen = replace(trained, backward=replace(trained.backward, operators=trained.backward.operators[:8]))
+    for found in (trained, frozen, trained):
+        draft = Draft(found, where, PlanOptions(), liveness=analyse(found), packings=shared)
+        (plain, *_), (fresh, *_) = evaluate(draft, 1024), evaluate(undecided(found, where), 1024)
+        assert plain.layout == fresh.layout and plain.demand == fresh.demand

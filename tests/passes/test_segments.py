@@ -7,7 +7,7 @@ from schedules import op, param, planned_somewhere, requests, schedule, schedule
 from chunkc.ir.schedule import Schedule
 from chunkc.passes.chunk_mapping import blocks_of, pack
 from chunkc.passes.liveness import analyse
-from chunkc.passes.segments import base_segments, segment_costs
+from chunkc.passes.segments import base_segments, block_needs, segment_costs
 
 PARAMS = [param(name, 64) for name in "abc"]
 
@@ -15,7 +15,10 @@ PARAMS = [param(name, 64) for name in "abc"]
 def bounds(found: Schedule, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None = None) -> list[tuple[str, int, int]]:
     liveness = analyse(found)
     blocks = blocks_of(pack(found, liveness, 64))
-    return [(s.graph, s.first_op, s.end_op) for s in base_segments(liveness, blocks, cuts, keep_open=False)]
+    return [
+        (s.graph, s.first_op, s.end_op)
+        for s in base_segments(liveness, block_needs(liveness, blocks, keep_open=False), cuts)
+    ]
 
 
 def test_a_segment_starts_where_another_unit_is_needed() -> None:
