@@ -27,8 +27,9 @@ from tabulate import tabulate
 
 from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.cli.advice import shortfall
+from chunkc.cost.timeline import OVERHEAD
 from chunkc.hardware import Hardware
-from chunkc.report.timeline import Timeline, duration
+from chunkc.report.timeline import SHORT_MEANINGS, Timeline, duration
 from chunkc.report.units import size
 from chunkc.scenarios.models import NAMES, built_in
 from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
@@ -143,9 +144,9 @@ def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> An
 
 def waits_of(timeline: Timeline) -> str:
     """Where the critical path goes, the longest parts first."""
-    parts = {str(s.stream): s.critical_ms for s in timeline.streams} | {"overhead": timeline.overhead_ms}
+    parts = {str(s.stream): s.critical_ms for s in timeline.streams} | {OVERHEAD: timeline.overhead_ms}
     shares = sorted(((ms / timeline.step_ms, name) for name, ms in parts.items()), reverse=True)
-    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.05)
+    return ", ".join(f"{SHORT_MEANINGS[name]} {share:.0%}" for share, name in shares if share >= 0.05)
 
 
 def cells_of(row: Row) -> tuple[str, ...]:

@@ -113,7 +113,8 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
     stats = chunkc.stats(module)
     print(
         f"stage {number}: {stats['planned_peak_nbytes']:,} of {stats['budget_nbytes']:,} bytes of device memory; "
-        f"a step copies {stats['h2d_nbytes']:,} to it and {stats['d2h_nbytes']:,} back",
+        f"a step copies {stats['h2d_nbytes']:,} to it and {stats['d2h_nbytes']:,} back\n",
+        end="",  # one write a line: those of other ranks come between two
         file=sys.stderr,
     )
     if place == 0:

@@ -21,7 +21,7 @@ from chunkc.hardware import Hardware
 from chunkc.ir.tiers import COPIED_TIERS
 from chunkc.progress import stage, within
 from chunkc.report.columns import table, wrapped
-from chunkc.report.timeline import Timeline, duration
+from chunkc.report.timeline import SHORT_MEANINGS, Timeline, duration
 from chunkc.report.units import size
 from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
@@ -125,7 +125,7 @@ def _speeds(row: dict[str, Any]) -> tuple[str, ...]:
     if row["step_ms"] is None:
         return (row["policy"], "yes" if row["fits"] else "no", row["recompute"], "", "", "", "")
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
-    rates = (duration(row["step_ms"]), speed, f"{row['model_tflops']:.1f}", row["bound"])
+    rates = (duration(row["step_ms"]), speed, f"{row['model_tflops']:.1f}", SHORT_MEANINGS[row["bound"]])
     return (row["policy"], "yes", row["recompute"], *rates)
 
 

@@ -22,7 +22,7 @@ from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.progress import within
 from chunkc.report.columns import table, wrapped
-from chunkc.report.timeline import duration
+from chunkc.report.timeline import SHORT_MEANINGS, duration
 from chunkc.scenarios.models import FAMILIES, Transformer, family
 from chunkc.scenarios.scenario import RECOMPUTATION, Answer, Scenario, Scenarios
 
@@ -159,7 +159,7 @@ def _cells(answer: Answer, is_largest: bool) -> Iterator[str]:
     yield "" if row["step_ms"] is None else duration(row["step_ms"])
     yield "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
     yield "" if row["model_tflops"] is None else f"{row['model_tflops']:.4g}"
-    yield row["bound"] or ""
+    yield "" if row["bound"] is None else SHORT_MEANINGS[row["bound"]]
     yield "<" if is_largest else ""
 
 

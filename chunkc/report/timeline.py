@@ -25,6 +25,15 @@ MEANINGS = {
     "cpu": "updates on the host",
     OVERHEAD: "the host's launches, and hand-offs between streams",
 }
+SHORT_MEANINGS = {
+    "compute": "compute",
+    "h2d": "to device",
+    "d2h": "to host",
+    "comm": "collectives",
+    "cpu": "updates",
+    OVERHEAD: "launches",
+}
+"""The same for a column of a table."""
 
 
 class Timeline(cost.Timeline):
