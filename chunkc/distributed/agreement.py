@@ -50,6 +50,7 @@ class Kind(StrEnum):
     EVALUATE = "evaluate", "runs a forward without gradients"
     READ = "read", "reads or writes a parameter, gradient or state"
     GRADIENTS = "gradients", "clips or unscales gradients"
+    CLIP = "clip", "clips gradients by the norm of all stages"
     REDUCE = "reduce", "reduces the gradients of its micro-batches"
     SAVE = "save", "saves"
     LOAD = "load", "loads"

@@ -24,11 +24,21 @@ from chunkc.errors import ChunkcError, RankError
 class StageLine:
     """The ranks of a job that have this one's place in the other stages; all make theirs at the same time.
 
-    ``rank``: of the job. Several models of one process may be stages over the same mesh: each counts itself.
+    ``rank``: of the job. Several models of one process may be stages over the same mesh: each counts itself, and
+    ``number`` is that of its model, the same on all ranks of the line.
     """
 
-    def __init__(self, mesh: RankMesh, rank: int, backend: str, device: torch.device, store: Store, timeout: timedelta):
-        self.num_stages = mesh.num_stages
+    def __init__(
+        self,
+        mesh: RankMesh,
+        rank: int,
+        number: int,
+        backend: str,
+        device: torch.device,
+        store: Store,
+        timeout: timedelta,
+    ) -> None:
+        self.num_stages, self.number = mesh.num_stages, number
         self.mesh_name = mesh.name
         self._store, self._key = store, f"chunkc/stages/{mesh.name}/{rank}"
         self._group: Group | None = new_group(backend, timeout, device, mesh.stage_lines)
@@ -87,7 +97,7 @@ class StageLine:
 
 
 def common_line(lines: Sequence[StageLine | None]) -> StageLine | None:
-    """The line of models that are clipped together; None where they are stages of no pipeline.
+    """The first line of models that are clipped together; None where they are stages of no pipeline.
 
     Raises:
         ChunkcError: where some are and others are not, or where stages of this process are left out.
