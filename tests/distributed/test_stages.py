@@ -28,6 +28,7 @@ def test_a_stage_counts_from_when_its_model_is_compiled(monkeypatch: pytest.Monk
     failed, line = line_over(store, monkeypatch), line_over(store, monkeypatch)
     line.count()
     assert line.num_models == 1 and stages.common_line([line]) is line
+    assert line.stage == stages.StagePlace(1, 1, 1)
     failed.leave()
     assert line.num_models == 1
     line.leave()

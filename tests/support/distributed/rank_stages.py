@@ -83,6 +83,40 @@ def clip_in_other_orders() -> torch.Tensor:
     return chunkc.clip_grad_norm_(found[:: 1 - 2 * rank], 1.0).clone()
 
 
+def save_stages(root: str) -> dict[str, str]:
+    """Save and load two stages of the same shapes on each rank; the errors by what was tried, "" for none.
+
+    ``<root>/<rank>.<model>`` are theirs, and ``<root>/both`` is where the first of each rank begins to save at a time.
+    """
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), torch.distributed.get_rank()
+    trained = [stage_of(mesh, place) for place in (rank, rank + 2)]
+    for place, (stage, optimizer) in zip((rank, rank + 2), trained, strict=True):
+        stage(batch(place)).square().sum().backward()
+        optimizer.step()
+        chunkc.save_checkpoint(f"{root}/{rank}.{place // 2}", stage, optimizer)
+    torch.distributed.barrier()
+    first = trained[0]
+    calls: dict[str, Callable[[], object]] = {
+        "own": lambda: chunkc.load_checkpoint(f"{root}/{rank}.0", *first),
+        "of other ranks": lambda: chunkc.load_checkpoint(f"{root}/{1 - rank}.0", *first),
+        "other model": lambda: chunkc.load_checkpoint(f"{root}/{rank}.1", *first),
+        "again": lambda: chunkc.save_checkpoint(f"{root}/{rank}.0", *first),
+        "into other's": lambda: chunkc.save_checkpoint(f"{root}/{1 - rank}.0", *first),
+        "both": lambda: chunkc.save_checkpoint(f"{root}/both", *first),
+        "then": lambda: chunkc.load_checkpoint(f"{root}/both", *first),
+    }
+    before, found = first[0].weight.detach().clone(), dict[str, str]()
+    for name, call in calls.items():
+        torch.distributed.barrier()
+        try:
+            call()
+            found[name] = ""
+        except chunkc.CheckpointError as error:
+            found[name] = str(error)
+        assert torch.equal(first[0].weight.detach(), before), name
+    return found
+
+
 def plain_gradients(num: int) -> list[torch.Tensor]:
     """Of the first ``num`` layers, by plain PyTorch."""
     found = []
