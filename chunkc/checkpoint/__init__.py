@@ -34,6 +34,7 @@ from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, load
 from chunkc.checkpoint.storage import FileDigest, SafetensorsReader, SafetensorsWriter, write_json
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import all_do, exchange, of_first
+from chunkc.distributed.stages import named_stage
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
 from chunkc.runtime.model.model import ModelRuntime
@@ -77,7 +78,7 @@ def save_checkpoint(
     Saved are parameters (fp32 masters where there are any), buffers, moments and step counts by parameter name, the
     optimizer's groups, the scheduler, all global random number generators, and ``extra``. A checkpoint appears under
     its name when all of it is on disk; until then ``load_checkpoint`` finds the one before. One run at a time saves
-    into a directory.
+    into a directory, and each stage of a pipeline into one of its own.
 
     All ranks that train the model call this, with a directory that all of them see: each writes what stands in its own
     chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's.
@@ -99,7 +100,8 @@ def save_checkpoint(
     Raises:
         ChunkcError: when gradients wait to be stepped, an update has failed, or a value is of a kind that a checkpoint
             does not hold; nothing is written then.
-        CheckpointError: when it cannot be written (of an asynchronous save: by the future, and by the next call).
+        CheckpointError: when it cannot be written, or the directory is another stage's (of an asynchronous save: by the
+            future, and by the next call).
         RankError: when the ranks do not all save the same, or one of them has ended.
     """
     with memory_of(model).ranks.agreement_scope():
@@ -157,7 +159,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: when there is none, a file is damaged (it is named, and the complete checkpoint before it is
-            offered), or it does not fit the model.
+            offered), or it is of another stage of a pipeline or does not fit the model.
         ChunkcError: when gradients wait to be stepped, or the model is not compiled.
     """
     started_s = time.perf_counter()
@@ -199,6 +201,13 @@ def _compare(
 
     Returns the fit, the objects, and the optimizer's groups (none without an optimizer).
     """
+    stage = runtime.ranks.stage
+    if manifest.stage != stage:
+        raise CheckpointError(
+            f"{path} is of {named_stage(manifest.stage)}, and {named_stage(stage)} was to be loaded: each stage of a "
+            "pipeline goes on from a checkpoint of its own, over a mesh with as many stages",
+            path=path,
+        )
     omitted = {INDEX_NAME, OBJECTS_NAME} - manifest.files.keys()
     if omitted:
         raise folders.damaged(path, {folders.MANIFEST_NAME: f"without {', '.join(sorted(omitted))}"})
@@ -266,7 +275,7 @@ def write_checkpoint(root: Path, model: nn.Module, runtime: ModelRuntime, conten
 
 def _write_files(root: Path, contents: Contents) -> Path:
     ranks = contents.ranks
-    path = of_first(ranks, lambda: folders.begin(root, contents.step))
+    path = of_first(ranks, lambda: folders.begin(root, contents.step, contents.stage))
     try:
         exchange(ranks, lambda: _check_folder(root, path, contents))
         writer = SafetensorsWriter(path, ranks.rank)
@@ -297,4 +306,5 @@ def _check_folder(root: Path, path: Path, contents: Contents) -> None:
 def _publish(path: Path, contents: Contents, digests: Mapping[str, FileDigest]) -> Path:
     files = {**digests, OBJECTS_NAME: write_json(path / OBJECTS_NAME, contents.objects)}
     versions = {"chunkc": version("chunkc"), "torch": torch.__version__, "python": platform.python_version()}
-    return folders.commit(path, Manifest(folders.FORMAT, contents.step, versions, files))
+    number = folders.WHOLE_FORMAT if contents.stage is None else folders.FORMAT
+    return folders.commit(path, Manifest(number, contents.step, versions, files, contents.stage))

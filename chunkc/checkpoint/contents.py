@@ -34,6 +34,7 @@ from chunkc.checkpoint.shares import Share
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Ranks
+from chunkc.distributed.stages import StagePlace
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.model.program_state import ModelPhase
@@ -60,6 +61,7 @@ class Contents:
         reader: of the snapshot that ``kept`` reads, to be ended; None where ``kept`` reads no chunks.
         is_lasting: whether training may go on before all this is read.
         ranks: those who write it together, on whatever thread.
+        stage: which of a pipeline; None where it is none.
     """
 
     step: int
@@ -69,6 +71,7 @@ class Contents:
     reader: SnapshotReader | None
     is_lasting: bool
     ranks: Ranks
+    stage: StagePlace | None = None
 
 
 def runtime_of(model: nn.Module) -> ModelRuntime:
@@ -163,6 +166,7 @@ def gather(
         reader=reader,
         is_lasting=not any(runtime.parameters.staging.holds(index) for index in range(len(runtime.infos))),
         ranks=runtime.ranks.concurrent(),
+        stage=runtime.ranks.stage,
     )
 
 

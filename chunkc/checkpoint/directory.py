@@ -2,13 +2,16 @@
 
     latest                   name of the newest complete checkpoint, replaced in one piece when that one is there
     00000003-step-150/       the third checkpoint saved here, after 150 steps
-        manifest.json        format, versions, and size and SHA-256 of every other file
+        manifest.json        format, versions, the stage of a pipeline, and size and SHA-256 of every other file
         ...
     .saving-...              under way, or left by a process that was killed; the next save removes it
 
 Files and folder of a new checkpoint are flushed to disk (fsync), the folder is renamed, the directory flushed, and only
 then ``latest`` changes: whenever the machine stops, what ``latest`` names is whole. Numbers only rise, so that names
 have the order of saving, also when a run went back to an older step.
+
+Each stage of a pipeline has a directory of its own. A save looks for checkpoints of other stages before it writes, and
+again when its folder has its name: of two stages that begin one directory at a time, the later one finds the other.
 """
 
 from __future__ import annotations
@@ -31,17 +34,21 @@ import psutil
 from chunkc.checkpoint.storage import FileDigest, digest_of, write_json
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Ranks
+from chunkc.distributed.stages import StagePlace, named_stage
 from chunkc.errors import CheckpointError
 from chunkc.files import Decoder, FormatError, flush_folder, read_json, synced_file
 
 logger = logging.getLogger("chunkc")
 
-FORMAT: Final = 1
+WHOLE_FORMAT: Final = 1
+FORMAT: Final = 2
+"""Of checkpoints of stages, and the last that is read; others have `WHOLE_FORMAT`, which earlier versions read."""
 MANIFEST_NAME: Final = "manifest.json"
 LATEST_NAME: Final = "latest"
 _MANIFEST_MAX_NBYTES: Final = 2**28
 _LATEST_MAX_NBYTES: Final = 256
 _NAME: Final = re.compile(r"(\d{8,})-step-(\d+)")
+_ONE_EACH: Final = "each run, and each stage of a pipeline, saves into a directory of its own"
 _SAVING: Final = re.compile(r"\.(?:saving|removing)-(?P<host>.*)-(?P<pid>\d+)-[^-]*-step-\d+")
 
 
@@ -54,12 +61,14 @@ class Manifest:
         step: optimizer steps taken.
         versions: of chunkc, torch and Python when it was saved.
         files: size and checksum of every other file, by name.
+        stage: of a pipeline; None, and left out of the document, for a model that is none.
     """
 
     format: int
     step: int
     versions: Mapping[str, str]
     files: Mapping[str, FileDigest]
+    stage: StagePlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +126,15 @@ def before(path: Path) -> Path | None:
     return max((p for p in checkpoints(path.parent) if _number(p) < _number(path)), key=_number, default=None)
 
 
-def begin(root: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into; what killed saves have left is removed.
+def begin(root: Path, step: int, stage: StagePlace | None = None) -> Path:
+    """A new folder to write a checkpoint of ``stage`` into; what killed saves have left is removed.
 
     Raises:
         OSError: it cannot be made.
-        CheckpointError: a folder has the name of ``latest``.
+        CheckpointError: a folder has the name of ``latest``, or a checkpoint is of another stage.
     """
     _make(root)
+    _refuse_other_stages(root, stage)
     pointer = root / LATEST_NAME
     if pointer.is_dir() and not pointer.is_symlink():
         raise CheckpointError(
@@ -144,20 +154,48 @@ def commit(path: Path, manifest: Manifest) -> Path:
 
     Raises:
         OSError: it cannot; the folder has its old name then, and ``latest`` names what it named.
+        CheckpointError: another save has taken the name, or has saved another stage; just so.
     """
-    write_json(path / MANIFEST_NAME, sign(asdict(manifest)))
+    body = asdict(manifest)
+    if manifest.stage is None:
+        del body["stage"]
+    write_json(path / MANIFEST_NAME, sign(body))
     flush_folder(path)
     final = path.parent / "-".join(path.name.rsplit("-", 3)[1:])
     with _pointer_to(final) as pointer:
-        path.rename(final)
+        _rename_to_new(path, final)
         try:
+            _refuse_other_stages(final.parent, manifest.stage)
             flush_folder(path.parent)
             pointer.replace(final.parent / LATEST_NAME)
-        except OSError:
+        except (OSError, CheckpointError):
             final.rename(path)
             raise
     flush_folder(final.parent)
     return final
+
+
+def _rename_to_new(path: Path, final: Path) -> None:
+    try:
+        path.rename(final)
+    except OSError as error:
+        if not final.is_dir():
+            raise
+        raise CheckpointError(
+            f"{final} was saved meanwhile by another run, or by another stage of a pipeline: {_ONE_EACH}",
+            path=final.parent,
+        ) from error
+
+
+def _refuse_other_stages(root: Path, stage: StagePlace | None) -> None:
+    for path in checkpoints(root):
+        found = _parse_manifest(path)[0]
+        if found is not None and found.stage != stage:
+            raise CheckpointError(
+                f"{path} is of {named_stage(found.stage)}, and {named_stage(stage)} was to be saved beside it: "
+                f"{_ONE_EACH}",
+                path=root,
+            )
 
 
 def prune(root: Path, keep: int) -> None:
@@ -214,11 +252,12 @@ def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
 
 
 def _known_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A manifest without the fields of a later format."""
+    """A manifest of any format with the fields of this one."""
     number = body.get("format")
     if type(number) is int and number > FORMAT:
-        return {field.name: body[field.name] for field in fields(Manifest) if field.name in body}
-    return body
+        known = {field.name: body[field.name] for field in fields(Manifest) if field.name in body}
+        return known | {"stage": None}
+    return {"stage": None, **body}
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> Manifest:

@@ -291,13 +291,15 @@ class _Search:
     def attempt(self, planned: Planned) -> CompiledPlan:
         """Compile the segments of a plan, and state what they take where the compiler says it."""
         started = time.perf_counter()
-        sources, compiler = self.captured.graphs, self.compiler
+        sources, draws, compiler = self.captured.graphs, self.captured.draws, self.compiler
         lowered = {kind: lower_graph(graph, planned.plan, kind) for kind, graph in sources.items()}
         saved = names_of_moved(self.captured, planned.plan)
         compiler.compile_all(lowered.values())
         stage("putting the segments together")
         graphs = {
-            kind: CompiledGraph(low, compiler.compile(low), sources[kind].gradients, saved if kind == "forward" else {})
+            kind: CompiledGraph(
+                low, compiler.compile(low), sources[kind].gradients, saved if kind == "forward" else {}, draws
+            )
             for kind, low in lowered.items()
         }
         self.num_attempts += 1

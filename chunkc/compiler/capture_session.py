@@ -28,7 +28,7 @@ from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
-from chunkc.compiler.validation import Example, check_seeds
+from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
@@ -100,7 +100,6 @@ class CaptureSession:
 
     def _make(self, captured: Captured, family: object, compiles: bool) -> GraphEntry:
         """A new entry of a forward that is one graph, at some sizes."""
-        check_seeds(self.runtime.ranks, captured, self.runtime.device.torch_device)
         if not self.graphs.trains_scalar and captured.general is not None:
             captured = captured.with_all_tangents()
             self.runtime.live.bring_home(family)  # a plan for fewer tangents numbers saved values otherwise

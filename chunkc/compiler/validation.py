@@ -5,7 +5,6 @@ Everything here is checked before anything changes.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,10 +14,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from chunkc._torch_compat.collectives import is_dtensor
-from chunkc.capture.graphs import Captured
 from chunkc.distributed.data_group import STAGING_NBYTES
 from chunkc.distributed.mesh import local_part
-from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
@@ -258,19 +255,3 @@ def _chunk_numel(chunk_size: int | str) -> int | None:
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ChunkcError(f"chunk_size={chunk_size!r}: give a positive number of elements, or 'auto'")
     return chunk_size
-
-
-def check_seeds(ranks: Ranks, captured: Captured, device: torch.device) -> None:
-    """Refuse ranks that compute one forward together and would draw other random numbers for it.
-
-    What they have copies of they must drop out alike. All of these ranks call this together.
-    """
-    if ranks.tensor_size == 1 or not captured.draws:
-        return
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    digest = torch.tensor([zlib.crc32(state.numpy().tobytes())], dtype=torch.int64, device=device)
-    if len(set(ranks.of_tensor_ranks(digest).flatten().tolist())) > 1:
-        raise ChunkcError(
-            "the forward draws random numbers (dropout), and ranks along tp would draw others for the same values: "
-            "seed those alike, and others apart, before the first forward, as in torch.manual_seed(seed + dp_rank)"
-        )

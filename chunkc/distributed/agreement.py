@@ -25,7 +25,13 @@ _SAME_GRAPHS: Final = (
     "The loss of every rank must reach the same graphs of a forward that breaks into several: add the outputs of the "
     "other graphs to it, as in loss + 0 * output.sum(), or remove the break (fullgraph=True names it)"
 )
+_SAME_SEEDS: Final = (
+    "The forward draws random numbers (dropout), and ranks along tp would draw others for the same values: seed those "
+    "alike, and others apart, before the first forward, as in torch.manual_seed(seed + dp_rank), and draw further "
+    "numbers on all ranks along tp or on none"
+)
 _BACKWARD: Final = "the backward goes on with graph "
+_DRAWS: Final = "draws random numbers from state "
 
 Lines = Callable[[], Sequence[str]]
 """What a digest stands for, line by line; asked for only where digests differ."""
@@ -50,6 +56,7 @@ class Kind(StrEnum):
     EVALUATE = "evaluate", "runs a forward without gradients"
     READ = "read", "reads or writes a parameter, gradient or state"
     GRADIENTS = "gradients", "clips or unscales gradients"
+    CLIP = "clip", "clips gradients by the norm of all stages"
     REDUCE = "reduce", "reduces the gradients of its micro-batches"
     SAVE = "save", "saves"
     LOAD = "load", "loads"
@@ -75,6 +82,11 @@ def backward_line(position: int, num_graphs: int) -> str:
     return f"{_BACKWARD}{position + 1} of the {num_graphs} graphs of the forward"
 
 
+def drawing_line(state: int) -> str:
+    """``state``: a checksum of the generator's."""
+    return f"{_DRAWS}{state:08x} of its generator"
+
+
 def check_kinds(kinds: Sequence[Kind], rank: int, what: str) -> None:
     """Refuse, with `RankError`, kinds of the ranks that differ; a refused rank raises its own error."""
     if len(set(kinds)) == 1 or kinds[rank] is Kind.REFUSED:
@@ -97,5 +109,7 @@ def difference_error(kind: Kind, what: str, descriptions: Mapping[int, Sequence[
             break
     else:
         of_ranks, shown = (), "their descriptions agree, their numbers do not"
-    advice = _SAME_GRAPHS if any(line.startswith(_BACKWARD) for line in of_ranks) else _SAME_INPUTS
+    by_start = {_BACKWARD: _SAME_GRAPHS, _DRAWS: _SAME_SEEDS}
+    known = (text for start, text in by_start.items() if any(line.startswith(start) for line in of_ranks))
+    advice = next(known, _SAME_INPUTS)
     return RankError(f"the ranks' {named(kind, what)} are not the same; the first difference: {shown}. {advice}")

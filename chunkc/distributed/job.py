@@ -73,7 +73,7 @@ def make_ranks(device: torch.device, mesh: RankMesh, allocate: Allocator, *, add
     ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared, f"mesh {mesh}"])
     found: Ranks = ranks
     if mesh.num_stages > 1:
-        line = StageLine(mesh, rank, backend, device, store, dist.job_timeout())
+        line = StageLine(mesh, rank, number, backend, device, store, dist.job_timeout())
         found = _of_stage(mesh, rank, number, ranks, line)
     if isinstance(found, JobRanks):
         found.connect(backend, device, allocate, adds_in_float32=adds_in_float32)

@@ -51,7 +51,7 @@ from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.failure_reports import FailureReports
 from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, SUPPORTED, TP, RankMesh
-from chunkc.distributed.stages import StageLine
+from chunkc.distributed.stages import StageLine, StagePlace
 from chunkc.errors import RankError
 
 G = TypeVar("G")
@@ -88,6 +88,11 @@ class Ranks:
     def of_job(self) -> Ranks:
         """The ranks of all stages."""
         return self.all_stages or self
+
+    @property
+    def stage(self) -> StagePlace | None:
+        """The stage that these ranks train; None where there is no pipeline."""
+        return None if self.line is None else self.line.stage
 
     @property
     def is_first(self) -> bool:

@@ -12,6 +12,7 @@ with an optimizer of its own; only the norm by which gradients are clipped is on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,23 +22,59 @@ from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import ChunkcError, RankError
 
 
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Which stage a model is: the place of its ranks along ``pp``, and of the models there, in order of compilation.
+
+    Both count from 1.
+    """
+
+    place: int
+    num_places: int
+    model: int
+
+    def __str__(self) -> str:
+        later = f", model {self.model} of its ranks" if self.model > 1 else ""
+        return f"stage {self.place} of {self.num_places} of a pipeline{later}"
+
+
+def named_stage(stage: StagePlace | None) -> str:
+    return "a model that is no stage of a pipeline" if stage is None else str(stage)
+
+
 class StageLine:
     """The ranks of a job that have this one's place in the other stages; all make theirs at the same time.
 
-    ``rank``: of the job. Several models of one process may be stages over the same mesh: each counts itself.
+    ``rank``: of the job. Several models of one process may be stages over the same mesh: each counts itself, and
+    ``number`` is that of its model, the same on all ranks of the line.
     """
 
-    def __init__(self, mesh: RankMesh, rank: int, backend: str, device: torch.device, store: Store, timeout: timedelta):
-        self.num_stages = mesh.num_stages
+    def __init__(
+        self,
+        mesh: RankMesh,
+        rank: int,
+        number: int,
+        backend: str,
+        device: torch.device,
+        store: Store,
+        timeout: timedelta,
+    ) -> None:
+        self.num_stages, self.number = mesh.num_stages, number
         self.mesh_name = mesh.name
+        self._place, self._model = mesh.stages.index(mesh.ranks) + 1, 0
         self._store, self._key = store, f"chunkc/stages/{mesh.name}/{rank}"
         self._group: Group | None = new_group(backend, timeout, device, mesh.stage_lines)
         self._is_counted = False
 
     def count(self) -> None:
         """Count this stage among `num_models`; called once, when its model is compiled."""
-        self._store.add(self._key, 1)
+        self._model = int(self._store.add(self._key, 1))
         self._is_counted = True
+
+    @property
+    def stage(self) -> StagePlace:
+        """The stage that the model of this line is, from `count` on."""
+        return StagePlace(self._place, self.num_stages, self._model)
 
     @property
     def num_models(self) -> int:
@@ -87,7 +124,7 @@ class StageLine:
 
 
 def common_line(lines: Sequence[StageLine | None]) -> StageLine | None:
-    """The line of models that are clipped together; None where they are stages of no pipeline.
+    """The first line of models that are clipped together; None where they are stages of no pipeline.
 
     Raises:
         ChunkcError: where some are and others are not, or where stages of this process are left out.

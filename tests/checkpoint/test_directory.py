@@ -14,14 +14,21 @@ from chunkc import CheckpointError
 from chunkc.checkpoint import directory as folders
 from chunkc.checkpoint.directory import Manifest
 from chunkc.checkpoint.storage import write_json
+from chunkc.distributed.stages import StagePlace, named_stage
 
 VERSIONS = {"chunkc": "9.9", "torch": "2.13"}
 
 
-def add(root: Path, step: int) -> Path:
-    path = folders.begin(root, step)
+FIRST, SECOND = StagePlace(1, 2, 1), StagePlace(2, 2, 1)
+
+
+def add(root: Path, step: int, stage: StagePlace | None = None) -> Path:
+    return commit(folders.begin(root, step, stage), step, stage)
+
+
+def commit(path: Path, step: int, stage: StagePlace | None = None) -> Path:
     files = {name: write_json(path / name, [name, step] * 50) for name in ("a.json", "b.json")}
-    return folders.commit(path, Manifest(folders.FORMAT, step, VERSIONS, files))
+    return folders.commit(path, Manifest(folders.FORMAT, step, VERSIONS, files, stage))
 
 
 def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path) -> None:
@@ -96,7 +103,7 @@ def test_a_manifest_that_was_edited_is_damaged_and_a_later_format_is_refused(tmp
         folders.read_manifest(path)
     later = folders.begin(tmp_path, 1)
     later = folders.commit(later, Manifest(folders.FORMAT + 1, 1, VERSIONS, {}))
-    with pytest.raises(CheckpointError, match=r"has format 2, and this chunkc \(9\.9 saved it\) reads up to 1"):
+    with pytest.raises(CheckpointError, match=r"has format 3, and this chunkc \(9\.9 saved it\) reads up to 2"):
         folders.verify(later)
 
 
@@ -240,3 +247,42 @@ def test_a_manifest_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     (path / folders.MANIFEST_NAME).mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is not readable \(Is a directory\)"):
         folders.verify(path)
+
+
+@pytest.mark.parametrize("other", [SECOND, StagePlace(1, 3, 1), StagePlace(1, 2, 2), None])
+def test_a_directory_is_of_one_stage(other: StagePlace | None, tmp_path: Path) -> None:
+    """Nothing is written where another's checkpoint is, whichever of the two began."""
+    for mine, theirs in ((FIRST, other), (other, FIRST)):
+        root = tmp_path / str(mine)
+        saved = [add(root, 1, mine), add(root, 2, mine)]
+        assert folders.read_manifest(saved[0]).stage == mine
+        before = sorted(root.rglob("*"))
+        with pytest.raises(CheckpointError) as refused:
+            folders.begin(root, 3, theirs)
+        assert f"is of {named_stage(mine)}, and {named_stage(theirs)} was to be saved" in str(refused.value)
+        assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_stages_that_begin_a_directory_at_a_time_do_not_mix(step: int, tmp_path: Path) -> None:
+    """Each began before the other had ended, with the same number; the second to end is refused."""
+    under_way = folders.begin(tmp_path, step, SECOND)
+    elsewhere = under_way.rename(tmp_path / under_way.name.replace(str(os.getpid()), "1"))  # of a process that runs
+    saved = add(tmp_path, 1, FIRST)
+    with pytest.raises(CheckpointError, match=r"was saved meanwhile by another|is of stage 1 of 2 of a pipeline"):
+        commit(elsewhere, step, SECOND)
+    assert folders.checkpoints(tmp_path) == [saved] and folders.newest(tmp_path) == saved
+    assert elsewhere.is_dir()
+
+
+def test_a_manifest_without_a_stage_is_of_a_whole_model(tmp_path: Path) -> None:
+    """As those of format 1 are, which say nothing of stages."""
+    path = folders.begin(tmp_path, 1)
+    saved = folders.commit(path, Manifest(folders.WHOLE_FORMAT, 1, VERSIONS, {}))
+    assert json.loads((saved / "manifest.json").read_text())["manifest"].keys() == {
+        "format",
+        "step",
+        "versions",
+        "files",
+    }
+    assert folders.read_manifest(saved).stage is None

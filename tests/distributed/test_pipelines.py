@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from job import JobError, Pool
 from rank_pipeline import OPTIONS, Pipeline, Trained, refusals, train, train_plainly
+from rank_stages import Refused, clip_in_other_orders, clip_otherwise, layer, plain_gradients, save_stages
+
+import chunkc
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
@@ -55,6 +59,63 @@ def test_stages_that_cannot_be_trained_are_refused(two_ranks: Pool) -> None:
     }
     for found in two_ranks.run(refusals):
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
+
+
+@pytest.mark.parametrize(
+    ("clips", "parts"),
+    [
+        ("norm", ("rank 0: clipping to 1.0 by the 2.0-norm", "rank 1: clipping to 0.5 by the 2.0-norm")),
+        ("type", ("rank 0: clipping to 1.0 by the 2.0-norm", "rank 1: clipping to 1.0 by the 3.0-norm")),
+        ("optimizer", ("rank 0: clipping to 1.0 by the 2.0-norm", "rank 1: clipping to 0.5 by the 2.0-norm")),
+    ],
+)
+def test_stages_that_clip_otherwise_are_refused(clips: str, parts: tuple[str, ...], two_ranks: Pool) -> None:
+    """On all ranks, before anything is clipped or stepped; then they clip alike as plain PyTorch does."""
+    found = two_ranks.run(clip_otherwise, clips)
+    for of_rank in found:
+        assert of_rank.kind == "RankError" and all(part in of_rank.text for part in parts), of_rank.text
+    check_clipped(found)
+
+
+@pytest.mark.parametrize("clips", ["refused", "optimizer refused"])
+def test_other_stages_do_not_wait_for_one_whose_clip_is_refused(clips: str, two_ranks: Pool) -> None:
+    found = two_ranks.run(clip_otherwise, clips)
+    assert [of_rank.kind for of_rank in found] == ["RankError", "ValueError" if "optimizer" in clips else "ChunkcError"]
+    assert "rank 1 had its call refused" in found[0].text
+    assert all(of_rank.after_s < 20 for of_rank in found)
+    check_clipped(found)
+
+
+def check_clipped(found: Sequence[Refused]) -> None:
+    gradients = plain_gradients(2)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    for of_rank, gradient in zip(found, gradients, strict=True):
+        assert of_rank.kept
+        torch.testing.assert_close(of_rank.norm, norm)
+        torch.testing.assert_close(of_rank.clipped, gradient * (0.1 / (norm + 1e-6)))
+
+
+def test_ranks_hand_their_stages_over_in_any_order(two_ranks: Pool) -> None:
+    norm = torch.nn.utils.get_total_norm(plain_gradients(4))
+    for found in two_ranks.run(clip_in_other_orders):
+        torch.testing.assert_close(found, norm)
+
+
+def test_stages_go_on_from_their_own_checkpoints_only(tmp_path: Path, two_ranks: Pool) -> None:
+    """Of the same names and shapes; where two begin a directory at a time, one at most has it."""
+    found = two_ranks.run(save_stages, str(tmp_path))
+    for rank, of_rank in enumerate(found):
+        own, other = (f"stage {place + 1} of 2 of a pipeline" for place in (rank, 1 - rank))
+        assert of_rank["own"] == of_rank["again"] == ""
+        assert f"is of {other}, and {own} was to be loaded" in of_rank["of other ranks"]
+        assert f"is of {own}, model 2 of its ranks, and {own} was to be loaded" in of_rank["other model"]
+        assert f"is of {other}, and {own} was to be saved beside it" in of_rank["into other's"]
+    assert any(of_rank["both"] for of_rank in found), "both have saved"
+    assert all(of_rank["both"] or not of_rank["then"] for of_rank in found), "who saved, loads"
+    assert all(of_rank["then"] for of_rank in found if of_rank["both"])
+    model = chunkc.compile(layer(0), "emulated-16m-64m", dtype=torch.float32, backend="eager")
+    with pytest.raises(chunkc.CheckpointError, match="and a model that is no stage of a pipeline was to be loaded"):
+        chunkc.load_checkpoint(tmp_path / "0.0", model)
 
 
 @SLOW

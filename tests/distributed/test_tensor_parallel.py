@@ -17,7 +17,8 @@ from rank_tensor import (
     DoneParallel,
     Parallel,
     compute_length_of_rank,
-    drop_out_with_seed_of_rank,
+    drop_out_where_one_draws,
+    evaluate_where_one_draws,
     exchanged_by_model,
     refusals,
     reload,
@@ -142,9 +143,27 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
 
 
-def test_ranks_of_one_batch_must_draw_the_same_numbers(two_ranks: Pool) -> None:
-    for error in two_ranks.run(drop_out_with_seed_of_rank):
-        assert "ranks along tp would draw others" in error
+@pytest.mark.parametrize(
+    ("number", "backend"), [(0, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)]
+)
+def test_ranks_of_one_batch_must_draw_the_same_numbers(number: int, backend: str, two_ranks: Pool) -> None:
+    """Where one draws alone before forward ``number``, none runs it; drawing on both, they train on."""
+    found = two_ranks.run(drop_out_where_one_draws, number, backend, timeout_s=400)
+    for text, is_kept, _ in found:
+        assert "rank 0: draws random numbers from state" in text and "ranks along tp would draw others" in text, text
+        assert is_kept
+    losses = [of_rank for *_, of_rank in found]
+    assert losses[0] == losses[1] and len(set(losses[0])) == len(losses[0]) == 4
+
+
+def test_an_evaluation_that_drops_out_must_draw_the_same_numbers(two_ranks: Pool) -> None:
+    for texts in two_ranks.run(evaluate_where_one_draws, timeout_s=400):
+        assert texts[:3] == [""] * 3 and "ranks along tp would draw others" in texts[3], texts
+
+
+def test_ranks_of_one_batch_may_draw_alone_without_dropout(two_ranks: Pool) -> None:
+    for text, is_kept, losses in two_ranks.run(drop_out_where_one_draws, 2, "eager", "gpt"):
+        assert text == "" and not is_kept and len(losses) == 5
 
 
 def test_ranks_of_one_batch_must_have_it_in_one_length(two_ranks: Pool) -> None:

@@ -41,12 +41,14 @@ class CompiledGraph:
     """A lowered graph, a callable per segment, and by value name the parameters whose gradients it makes.
 
     ``saved``: of a forward graph, by moved value (position in `Plan.saved`), the names of all values in its storages.
+    ``draws``: whether its iteration draws random numbers.
     """
 
     graph: GraphValues
     segments: Sequence[SegmentCallable]
     gradients: Mapping[str, int]
     saved: Mapping[int, Set[str]] = field(default_factory=dict)
+    draws: bool = False
 
     def outputs(self, values: Mapping[str, Any]) -> list[Any]:
         """Results of the graph, with None for gradients of parameters."""

@@ -7,6 +7,7 @@ Values of the graphs live in an environment by name and leave it at their last u
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from chunkc.distributed.agreement import Kind, digest_lines
+from chunkc.distributed.agreement import Kind, digest_lines, drawing_line
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
@@ -37,6 +38,11 @@ from chunkc.runtime.update.update_inputs import StepInputs
 T = TypeVar("T")
 ExpectedInputs = tuple[Mapping[int, Hyper], Mapping[int, int]]
 """Hyperparameters and step counts by parameter, as of `StepInputs`."""
+
+
+def _graph_of(program: BoundProgram) -> GraphKind | None:
+    role = program.planned.role
+    return role if role == "backward" else "forward" if role in ("forward", "evaluate") else None
 
 
 class Executor:
@@ -123,8 +129,7 @@ class Executor:
 
     def exchanges_of_model(self, program: BoundProgram) -> list[str]:
         """List what ranks that compute one forward together must have alike: the model's own collectives."""
-        role = program.planned.role
-        graph: GraphKind | None = role if role == "backward" else "forward" if role in ("forward", "evaluate") else None
+        graph = _graph_of(program)
         segments = () if graph is None else self.plan.graph_segments(graph)
         works = [(s.name, w) for s in segments for w in s.work if w.kind is WorkKind.LINK]
         return [f"segment {name} receives {w.nbytes} bytes by {w.num_kernels} collectives" for name, w in works]
@@ -142,13 +147,24 @@ class Executor:
             self._exchange_digests[program.name] = digest_lines(of_plan), digest_lines(of_model)
         of_plan_digest, of_model_digest = self._exchange_digests[program.name]
         digest = digest_lines([*state, str(of_plan_digest)])
+        drawn = self._drawn(program)
+        if drawn:
+            of_model_digest = digest_lines([*drawn, str(of_model_digest)])
         return self._ranks.agree_digest(
             kind,
             digest,
-            lambda: [*state, *self.exchanges(program), *self.exchanges_of_model(program)],
+            lambda: [*state, *self.exchanges(program), *self.exchanges_of_model(program), *drawn],
             number=number,
             of_tensor_ranks=of_model_digest,
         )
+
+    def _drawn(self, program: BoundProgram) -> list[str]:
+        """Say from what state a forward draws random numbers, if others compute it with this rank."""
+        if self._ranks.tensor_size == 1 or _graph_of(program) != "forward" or not self._graphs["forward"].draws:
+            return []
+        device = self._device.torch_device
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return [drawing_line(zlib.crc32(state.numpy().tobytes()))]
 
     def _sum_of_norms(self, totals: torch.Tensor) -> None:
         """Add up norms over ranks that compute one forward together; no action of a plan for one rank does it."""

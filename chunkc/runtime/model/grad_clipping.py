@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from chunkc.distributed.agreement import Kind, Lines
+from chunkc.distributed.process_group import Ranks
 from chunkc.distributed.stages import StageLine, check_unscaled, common_line
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
@@ -64,20 +65,38 @@ class GradClipping:
         self._values.apply_factor()
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients by their global norm; see ``chunkc.clip_grad_norm_``."""
+        """Clip all gradients by their global norm, on which all stages have agreed; see ``chunkc.clip_grad_norm_``."""
         return self._state.transactions.run(lambda: _clip_by_one_norm([self], max_norm, norm_type))
+
+    def agree_to_clip(self, max_norm: float, norm_type: float = 2.0) -> None:
+        """All stages of a pipeline are about to clip by the same norm; RankError on all ranks of the job if not."""
+        if self.line is not None:
+            self._state.transactions.run(lambda: _agree_to_clip([self], max_norm, norm_type))
 
     @property
     def line(self) -> StageLine | None:
         """The ranks with this one's place in the other stages of a pipeline."""
         return self._ranks.line
 
+    @property
+    def of_job(self) -> Ranks:
+        """The ranks of all stages."""
+        return self._ranks.of_job
+
+    def present(self) -> frozenset[int]:
+        """The parameters with gradients; ChunkcError where one cannot be stepped."""
+        self._state.settle()
+        present, doubtful = self._gradients.present(self._parameters.trained)
+        if doubtful:
+            refuse_unsteppable(self._parameters, self._gradients, doubtful)
+        return present
+
     def norm(self, max_norm: float, norm_type: float) -> tuple[frozenset[int], torch.Tensor]:
         """The parameters with gradients, which are about to be clipped, and the norm of these: float32 []."""
         return self._state.transactions.run(lambda: self._norm(max_norm, norm_type))
 
     def _norm(self, max_norm: float, norm_type: float) -> tuple[frozenset[int], torch.Tensor]:
-        present = self._agree_on_gradients(f"clipping to {max_norm} by the {norm_type}-norm")
+        present = self._agree_on_gradients(_clip_line(max_norm, norm_type))
         if not present:
             return present, torch.zeros((), dtype=torch.float32, device=self._device.torch_device)
         table = self._measured(present)
@@ -139,10 +158,7 @@ class GradClipping:
     def _agree_on_gradients(self, what: str, more: Lines = tuple) -> frozenset[int]:
         """All ranks are about to do ``what`` to the same gradients; return whose there are."""
         with self._ranks.agreement_scope():
-            self._state.settle()
-            present, doubtful = self._gradients.present(self._parameters.trained)
-            if doubtful:
-                refuse_unsteppable(self._parameters, self._gradients, doubtful)
+            present = self.present()
 
         def lines() -> list[str]:
             way = "read one by one" if self._measured(present) is None else "measured"
@@ -182,15 +198,34 @@ def clip_together(clippings: Sequence[GradClipping], max_norm: float, norm_type:
         ChunkcError: for models of which some are stages of a pipeline, that are not all of this process's, or
             that are given twice.
     """
-    if len(set(clippings)) < len(clippings):
-        raise ChunkcError("a model was given twice: clip_grad_norm_ takes each of a process's models once")
     if len(clippings) == 1:
+        clippings[0].agree_to_clip(max_norm, norm_type)
         return clippings[0].clip(max_norm, norm_type)
-    return _clip_by_one_norm(clippings, max_norm, norm_type)
+    in_order = sorted(clippings, key=lambda clipping: clipping.line.number if clipping.line else 0)
+    _agree_to_clip(in_order, max_norm, norm_type)
+    return _clip_by_one_norm(in_order, max_norm, norm_type)
+
+
+def _agree_to_clip(clippings: Sequence[GradClipping], max_norm: float, norm_type: float) -> None:
+    """All stages that these are of are about to clip alike; those of no pipeline agree with their gradients."""
+    ranks = clippings[0].of_job
+    with ranks.agreement_scope():
+        if len(set(clippings)) < len(clippings):
+            raise ChunkcError("a model was given twice: clip_grad_norm_ takes each of a process's models once")
+        line = common_line([clipping.line for clipping in clippings])
+        if line is not None:
+            for clipping in clippings:
+                clipping.present()
+    if line is not None:
+        ranks.agree(Kind.CLIP, lambda: [_clip_line(max_norm, norm_type)], "the gradients of all stages")
+
+
+def _clip_line(max_norm: float, norm_type: float) -> str:
+    return f"clipping to {float(max_norm)} by the {float(norm_type)}-norm"
 
 
 def _clip_by_one_norm(clippings: Sequence[GradClipping], max_norm: float, norm_type: float) -> torch.Tensor:
-    line = common_line([clipping.line for clipping in clippings])
+    line = clippings[0].line
     found = [clipping.norm(max_norm, norm_type) for clipping in clippings]
     norm = found[0][1]
     if len(found) > 1:

@@ -120,24 +120,31 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self.runtime.ranks.agreement_scope():
-            self._step()
+        ranks = self.runtime.ranks
+        with (ranks if self.max_grad_norm is None else ranks.of_job).agreement_scope():
+            hypers, steps = self._begin_step()
+        if hypers:
+            with ranks.agreement_scope():
+                self.runtime.prepare_step(hypers)
+                self.runtime.transactions.run(partial(self._take_step, hypers, steps))
         return loss
 
-    def _step(self) -> None:
+    def _begin_step(self) -> tuple[dict[int, Hyper], dict[int, int]]:
+        """What is stepped, and how, once all stages agree on how to clip; nothing without gradients."""
         self._counts.settle()
         runtime, groups = self.runtime, self._groups_by_index()
         self._declare(runtime, self.param_groups)
         active = runtime.check_step()
         if not active:
             self._warn_without_gradients()
-            return
+            return {}, {}
         self._check_covered(active, groups.keys())
         self._counts.check_owned(active)
-        hypers, steps = self._inputs(active, groups)
-        self._check_max_norm()
-        runtime.prepare_step(active)
-        runtime.transactions.run(partial(self._take_step, hypers, steps))
+        inputs = self._inputs(active, groups)
+        if self.max_grad_norm is not None:
+            self._check_max_norm()
+            runtime.clipping.agree_to_clip(self.max_grad_norm)
+        return inputs
 
     def _inputs(
         self, active: Collection[int], groups: Mapping[int, dict[str, Any]]

@@ -187,15 +187,49 @@ def other() -> nn.Module:
     return model
 
 
-def drop_out_with_seed_of_rank() -> str:
-    """The error of a first forward that would drop out otherwise on the two ranks of one batch."""
-    model = compiled(Parallel("gpt_dropout"), ROOMY)
-    torch.manual_seed(torch.distributed.get_rank())
-    try:
-        model(**PARALLEL_CASES["gpt_dropout"].batches()[0])
-    except chunkc.ChunkcError as error:
-        return str(error)
-    return ""
+def drop_out_where_one_draws(number: int, backend: str, name: str = "gpt_dropout") -> tuple[str, bool, list[float]]:
+    """Train; before forward ``number`` rank 1 draws alone.
+
+    Returns the error of that forward, whether parameters are as before it, and the losses of the others.
+    """
+    model, found = compiled(Parallel(name, backend=backend), ROOMY), ("", False)
+    optimizer, losses = chunkc.AdamW(model.parameters(), lr=1e-2), list[float]()
+    torch.manual_seed(0)
+    for step in range(5):
+        before = {n: whole(value) for n, value in model.state_dict().items()}
+        if step == number and torch.distributed.get_rank() == 1:
+            torch.rand(1)
+        try:
+            loss = model(**PARALLEL_CASES[name].batches()[0])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            torch.rand(3)
+        except chunkc.RankError as error:
+            found = str(error), all(torch.equal(whole(v), before[n]) for n, v in model.state_dict().items())
+            torch.manual_seed(1)
+    return *found, losses
+
+
+def evaluate_where_one_draws() -> list[str]:
+    """Errors of forwards without gradients that drop out; before the last, rank 1 draws alone."""
+    model, batch = compiled(Parallel("gpt_dropout"), ROOMY), PARALLEL_CASES["gpt_dropout"].batches()[0]
+    optimizer, texts = chunkc.AdamW(model.parameters(), lr=1e-2), list[str]()
+    torch.manual_seed(0)
+    model(**batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for number in range(4):
+        if number == 3 and torch.distributed.get_rank() == 1:
+            torch.rand(1)
+        try:
+            with torch.no_grad():
+                model(**batch)
+            texts.append("")
+        except chunkc.RankError as error:
+            texts.append(str(error))
+    return texts
 
 
 def compute_length_of_rank() -> str:
