@@ -9,8 +9,8 @@ Of eight ranks on nodes of four, under the mesh ``dp_shard=4,tp=2``:
     lines along dp_shard 0   2       4   6       over the network, too: a node receives two parts for
                            1   3       5   7     each of its two lines, and they share the network
 
-All lines along a dimension exchange at the same time. Every rank of a job must price alike, so what the slowest line and
-the busiest node take counts for all.
+All lines along a dimension exchange at the same time. Every rank of a job must price alike, so what the slowest line
+and the busiest node take counts for all.
 """
 
 from __future__ import annotations
