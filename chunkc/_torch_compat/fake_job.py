@@ -29,7 +29,8 @@ def fake_job(num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def fake_line(num_ranks: int, stride: int, name: str) -> DeviceMesh:
-    """The line of the first rank along the dimension ``name`` of a fake job: every ``stride``-th, ``num_ranks``."""
-    shape = (dist.get_world_size() // (num_ranks * stride), num_ranks, stride)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("outer", name, "inner"))[name]
+def first_line(num_ranks: int, name: str) -> DeviceMesh:
+    """The first ranks of a job as a mesh of the one dimension ``name``; ChunkcError where there are none."""
+    if not dist.is_initialized() or dist.get_world_size() < num_ranks:
+        raise ChunkcError(f"{name}={num_ranks} needs a process group of as many ranks, if a fake one")
+    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(name,))

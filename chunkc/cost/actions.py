@@ -206,6 +206,12 @@ def segment_ms(segment: Segment, rates: CostRates, dims: Dims = ()) -> float:
     return sum(work_ms(work, rates, dims) for work in segment.work)
 
 
+def exchanged_ms(plan: Plan, rates: CostRates) -> float:
+    """Milliseconds of the model's own collectives in an iteration of ``plan``, each alone."""
+    works = [work for segment in plan.segments for work in segment.work if work.kind is Kind.LINK]
+    return plan.accumulate * sum(work_ms(work, rates, dims_of(plan)) for work in works)
+
+
 def work_ms(work: Work, rates: CostRates, dims: Dims = ()) -> float:
     """Milliseconds of operators of one kind, their kernels one after the other."""
     if work.kind is Kind.LINK:

@@ -43,7 +43,7 @@ class RankMesh:
 
     ``ranks`` in the order of their places; those of a column, and of each line along a dimension, ascend. ``stages``:
     those of all stages of the job, where there are several. ``name`` tells pipelines of one job apart. ``dims``: names
-    and sizes of all dimensions of two ranks or more, in the order of the job's ranks; none where it is that of `of_data`.
+    and sizes of all dimensions of two ranks or more, in the order of the job's ranks; none where `of_data` has it.
     """
 
     num_replicas: int

@@ -246,8 +246,8 @@ class Plan:
     micro-batches whose gradients one step takes. ``num_samples`` and ``num_tokens`` (0: unknown) are those of one
     micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`. ``moves``: saved values that go to the host and back.
     ``in_flight``: most micro-batches whose forward has begun and whose backward has not ended; each but the one that
-    runs holds ``waiting_nbytes`` of the device, which all segments count. ``mesh``: names and sizes of dimensions of the
-    job's ranks, neighbours along the last; empty: replicas, and in each the ranks of the layout.
+    runs holds ``waiting_nbytes`` of the device, which all segments count. ``mesh``: dimensions of the job's ranks with
+    their sizes, neighbours along the last; empty: replicas, and in each the ranks of the layout.
     """
 
     model: str
