@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from chunkc.cost.actions import all_gather_ms, segment_ms
+from chunkc.cost.actions import dims_of, segment_ms
 from chunkc.cost.rates import CostRates, cost_rates
+from chunkc.cost.spread import all_gather_ms, spread_of
 from chunkc.cost.timeline import Timeline
+from chunkc.distributed.mesh import DP_SHARD
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
@@ -68,7 +70,9 @@ def exchange_ms(plan: Plan, rates: CostRates) -> float:
     layout = plan.layout
     if layout.world_size == 1 or rates.links is None:
         return 0.0
-    durations = [segment_ms(segment, rates) for segment in plan.segments]
+    dims = dims_of(plan)
+    durations = [segment_ms(segment, rates, dims) for segment in plan.segments]
+    spread = spread_of(dims, DP_SHARD, rates.links.gpus_per_node)
     readers, makers = dict[int, int](), dict[int, int]()
     for number, segment in enumerate(plan.segments):
         for param in segment.reads:
@@ -81,6 +85,6 @@ def exchange_ms(plan: Plan, rates: CostRates) -> float:
         places = (rates.gpu_update_gparam_per_s, rates.cpu_update_gparam_per_s)
         rate = max(rates.update_gparam_per_s(place, info.dtype, layout.state_spec) for place in places)
         between_ms = sum(durations[readers[param] : makers[param] + 1])
-        exchanged_ms = 2 * all_gather_ms(own_nbytes, layout.world_size, rates.links)
+        exchanged_ms = 2 * all_gather_ms(own_nbytes, spread, rates.links)
         longest_ms = max(longest_ms, between_ms + exchanged_ms + own_numel / rate * 1e-6)
     return longest_ms

@@ -37,6 +37,7 @@ from chunkc.compiler.validation import (
 from chunkc.cost.rates import known_rates
 from chunkc.distributed import job
 from chunkc.distributed.agreement import Kind
+from chunkc.distributed.mesh import RankMesh
 from chunkc.distributed.stages import check_unscaled
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
@@ -51,7 +52,7 @@ from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.grad_clipping import clip_together
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
-from chunkc.runtime.params.tensor_views import views_of
+from chunkc.runtime.params.tensor_views import TensorViews, views_of
 from chunkc.runtime.update.loss_scale import LossScale
 from chunkc.weights.initial import moved_buffers, share_buffers
 from chunkc.weights.streamed import stream_saves
@@ -172,6 +173,7 @@ def compile(  # the name that torch.compile taught users
         num_replicas=num_replicas,
         rates=known_rates(at_hand(machine, device, cores, ranks)),
         runs_inline=machine.emulated,
+        mesh=ranks_by_dim.dims,
     ).less({Tier.DEVICE: reserve})
     settings = Settings(
         target=target,
@@ -228,6 +230,7 @@ def plan(
     accumulate: int = 1,
     in_flight: int = 1,
     shard: str = "all",
+    mesh: DeviceMesh | str | None = None,
     reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     keep_fp32: Sequence[str] = (),
@@ -249,6 +252,8 @@ def plan(
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
         world_size: ranks to plan for; default: the GPUs of ``hw``.
+        mesh: as of ``compile``, for these ranks, without ``pp``. A model with ``tp`` needs no job: it may have been
+            parallelised over a mesh of a fake process group (``init_process_group("fake")``).
 
     Raises:
         BudgetError: when the model does not fit; it says what would.
@@ -258,23 +263,26 @@ def plan(
     options = plan_options(chunk_size, activations, accumulate, in_flight, optimizer)
     check_plannable(model)
     machine = Hardware.of(hw)
-    num_sharing, num_replicas = machine.sharding(shard, world_size)
-    reserve += reduction_nbytes(reduce_dtype, machine, num_sharing * num_replicas, num_replicas)
+    ranks = job.lay_out_ahead(mesh, machine, shard, world_size)
+    views = _views_ahead(model, ranks)
+    num_ranks = len(ranks.ranks)
+    reserve += reduction_nbytes(reduce_dtype, machine, num_ranks, ranks.num_replicas)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
         budgets=budgets_of(machine),
-        world_size=num_sharing,
-        num_replicas=num_replicas,
-        rates=known_rates(machine) if machine.num_gpus == num_sharing * num_replicas else None,
+        world_size=ranks.num_sharing,
+        num_replicas=ranks.num_replicas,
+        rates=known_rates(machine) if machine.num_gpus == num_ranks else None,
         runs_inline=machine.emulated,
+        mesh=ranks.dims,
     ).less({Tier.DEVICE: reserve})
     computed = compute_dtype(dtype, list(unique_params(model)), machine)
-    in_fp32 = fp32_modules(model, keep_fp32, computed)
-    factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
     compiled = getattr(model, "_compiled_call_impl", None)
     resting = compiled.settings.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext()
-    with resting, shown(is_first_rank=job.is_first_rank()):
+    with resting, views.lent(), shown(is_first_rank=job.is_first_rank()):
+        in_fp32 = fp32_modules(model, keep_fp32, computed)
+        factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
         return plan_ahead(
             model,
             target,
@@ -286,6 +294,16 @@ def plan(
             passes=passes,
             gpu=machine.compute_capability,
         )
+
+
+def _views_ahead(model: nn.Module, ranks: RankMesh) -> TensorViews:
+    """The DTensors of a model that is planned for ``ranks``; ChunkcError where it is compiled with some."""
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if isinstance(compiled, CompiledModel) and compiled.runtime.parameters.shards:
+        raise ChunkcError(
+            f"{type(model).__name__} is compiled under tensor parallelism: plan it before (chunkc.plan_of has its plan)"
+        )
+    return views_of(model, ranks)
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -298,6 +298,7 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
         trained_elsewhere=tuple(p for p in trained if p not in trained_here),
         num_samples=draft.schedule.num_samples,
         num_tokens=draft.schedule.num_tokens,
+        mesh=draft.target.mesh,
         accumulate=1 if draft.schedule.is_evaluation else draft.options.accumulate,
         in_flight=in_flight,
         waiting_nbytes=draft.waiting_nbytes,

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from chunkc.baselines.machine import Machine
 from chunkc.baselines.stretches import Course, Stretch
-from chunkc.cost.actions import Cost, all_gather_ms, memory_ms, stream_use, work_ms
+from chunkc.cost.actions import Cost, memory_ms, stream_use, work_ms
 from chunkc.cost.simulate import Script
+from chunkc.cost.spread import all_gather_ms, neighbours
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.state_spec import ADAM_STATES
@@ -54,7 +55,8 @@ class Writer:
         links, ranks = self.machine.rates.links, self.machine.world_size
         if links is None:
             raise HardwareError(f"{self.machine.name} has {ranks} ranks, but no rates of links between them")
-        alone_ms = sum(all_gather_ms(nbytes, ranks, links) for nbytes in sizes)
+        spread = neighbours(ranks, links.gpus_per_node)
+        alone_ms = sum(all_gather_ms(nbytes, spread, links) for nbytes in sizes)
         return self._add(text, Stream.COMM, alone_ms, sum(sizes) * (ranks - 1), waits)
 
     def update(self, text: str, numel: int, stream: Stream, *waits: str) -> str:

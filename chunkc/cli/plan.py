@@ -13,7 +13,14 @@ from chunkc.cli.advice import Adviser
 from chunkc.cli.options import output_path, save
 from chunkc.cli.output import show, tell
 from chunkc.cli.screen import answer_json, render_answer
-from chunkc.cli.subjects import MODEL_HELP, add_plan_options, add_training_options, answer_of, title_of
+from chunkc.cli.subjects import (
+    MODEL_HELP,
+    add_plan_options,
+    add_training_options,
+    answer_of,
+    fake_ranks,
+    title_of,
+)
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.scenarios.scenario import Scenarios
@@ -39,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; a model that does not fit is an answer (exit code 1), not an error."""
+    with fake_ranks(args):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     began_s = time.perf_counter()
     hw, scenarios = Hardware.of(args.hw), Scenarios(tell)
     answer = answer_of(args, scenarios)

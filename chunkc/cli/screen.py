@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from chunkc.cli.advice import Advice, missing
+from chunkc.cost.actions import exchanged_ms
+from chunkc.cost.rates import cost_rates
 from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import Budget
 from chunkc.ir.tiers import Tier
 from chunkc.passes import budgets_of
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, bounds, duration
-from chunkc.report.units import percent, size
+from chunkc.report.units import exchanged_by_model, mesh_text, percent, size
 from chunkc.scenarios.scenario import Answer
 
 _TIMES: Final = ("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")
@@ -26,12 +28,13 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
 
     ``title`` names the model and its training; ``where`` says how to see the whole plan.
     """
-    ranks = "" if answer.plan is None or answer.plan.layout.world_size == 1 else ", each rank"
+    is_one = answer.plan is None or (answer.plan.layout.world_size == 1 and not answer.plan.mesh)
+    ranks = "" if is_one else ", each rank"
     verdict = "fits" if answer.shortage is None else f"does not fit: {missing(answer.shortage)}"
     parts = [
         wrapped(f"{title} on {hw}{ranks}: {verdict}", "  "),
         _memory(answer, hw),
-        *_speed(answer),
+        *_speed(answer, hw),
         *_advice(advice),
     ]
     return "\n\n".join([*parts, wrapped(where, "  ")] if where else parts)
@@ -66,13 +69,24 @@ def _needs(answer: Answer, hw: Hardware) -> dict[Tier, int]:
     return {tier: budget.nbytes for tier, budget in budgets_of(least).items()}
 
 
-def _speed(answer: Answer) -> Iterator[str]:
+def _speed(answer: Answer, hw: Hardware) -> Iterator[str]:
     timeline = answer.timeline
     if timeline is not None:
         lines = [f"step      {duration(timeline.step_ms)}, simulated, not measured{_speeds(timeline)}"]
         lines.append(f"compute   {', '.join(_rates(timeline))}")
+        lines += _exchanges(answer, hw)
         lines.append(f"bound by  {'; '.join(bounds(timeline))}")
         yield "\n".join(wrapped(line, " " * 10) for line in lines)
+
+
+def _exchanges(answer: Answer, hw: Hardware) -> Iterator[str]:
+    """The collectives of the model's own, among what is computed."""
+    plan, timeline = answer.plan, answer.timeline
+    number, nbytes = (0, 0) if plan is None else exchanged_by_model(plan)
+    if plan is not None and timeline is not None and number:
+        elapsed_ms = exchanged_ms(plan, cost_rates(hw))
+        takes = f"{duration(elapsed_ms)}, {percent(elapsed_ms, timeline.step_ms)} of the step"
+        yield f"along tp  {number:,} collectives, {size(nbytes)} to each rank: {takes}"
 
 
 def _speeds(timeline: Timeline) -> str:
@@ -110,6 +124,8 @@ def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[
         "moment": shortage.moment if shortage is not None else None if memory is None else memory.nonmodel_segment,
         "digest": None if plan is None else plan.digest(),
         "unpriced": answer.unpriced,
+        "mesh": None if plan is None or not plan.mesh else mesh_text(plan),
+        "exchanged_nbytes": None if plan is None else exchanged_by_model(plan)[1],
         **dict.fromkeys(_TIMES),
         "advice": [suggestion.to_json() for suggestion in advice],
         "hw": str(hw),

@@ -13,6 +13,7 @@ from chunkc.cli.subjects import (
     add_plan_options,
     add_training_options,
     answer_of,
+    fake_ranks,
     is_plan_file,
     refuse_model_options,
 )
@@ -60,7 +61,8 @@ def _of_file(args: argparse.Namespace) -> tuple[Plan, Timeline]:
 def _of_model(args: argparse.Namespace) -> tuple[Plan, Timeline] | None:
     """None where it does not fit, as standard error then says."""
     args.hw = "auto" if args.hw is None else args.hw
-    answer = answer_of(args, Scenarios(tell))
+    with fake_ranks(args):
+        answer = answer_of(args, Scenarios(tell))
     if answer.plan is None:
         return None
     if answer.timeline is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from chunkc._torch_compat.fake_job import fake_job
 from chunkc.cli.functions import model_and_inputs
 from chunkc.cli.options import DTYPES, MAX_BATCH, MAX_RANKS, MAX_SEQUENCE, Planner, chunk_size, up_to
 from chunkc.cli.output import one_line, tell
@@ -52,6 +53,11 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
     parser.add_argument(
+        "--mesh",
+        metavar="NAME=N,...",
+        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, tp (default: as --shard says)",
+    )
+    parser.add_argument(
         "--shard",
         choices=("all", "node"),
         default="all",
@@ -66,7 +72,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(accumulate=1, shard="all", optimizer="adamw")
+    parser.set_defaults(accumulate=1, shard="all", optimizer="adamw", mesh=None)
     parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument(
         "--batch", type=up_to(MAX_BATCH), metavar="N", help="sequences of one rank in a forward (default: 1)"
@@ -130,6 +136,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         policy=args.policy,
         accumulate=_accumulate(args),
         shard=args.shard,
+        mesh=args.mesh or "",
         tracks_grad_norm=args.clip,
         optimizer=args.optimizer,
     )
@@ -161,9 +168,20 @@ def _without_torch_errors() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def fake_ranks(args: argparse.Namespace) -> Iterator[None]:
+    """Stand for the first rank of ``--mesh``, over whose ranks models are parallelised, within the block."""
+    if args.mesh is None:
+        yield
+        return
+    with fake_job(Hardware.of(args.hw).num_ranks(args.world_size)):
+        yield
+
+
 def title_of(args: argparse.Namespace, answer: Answer) -> str:
     if answer.scenario is None:
-        return str(args.model) if answer.plan is None else f"{answer.plan.model} ({args.model})"
+        mesh = f", mesh {args.mesh}" if args.mesh else ""
+        return str(args.model) + mesh if answer.plan is None else f"{answer.plan.model} ({args.model}){mesh}"
     return str(answer.scenario) if args.activations != "auto" else f"{answer.scenario} (auto)"
 
 
@@ -183,7 +201,7 @@ def refuse_model_options(args: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser()
     add_training_options(parser)
     names = ("world_size", "batch", "seq", "dtype", "activations", "clip", "policy", "chunk_size", "accumulate")
-    for name in (*names, "shard", "optimizer"):
+    for name in (*names, "shard", "optimizer", "mesh"):
         if getattr(args, name) != parser.get_default(name):
             option = "--" + name.replace("_", "-")
             raise ChunkcError(f"{option} is for planning, and {args.model} is a plan already: leave it out")
@@ -201,6 +219,8 @@ def _of_function(args: argparse.Namespace) -> Answer:
         options["accumulate"] = args.accumulate
     if args.shard != "all":
         options["shard"] = args.shard
+    if args.mesh is not None:
+        options["mesh"] = args.mesh
     if args.activations != "auto":
         options["activations"] = args.activations
     if args.optimizer != "adamw":

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from chunkc._torch_compat.collectives import is_dtensor
 from chunkc.distributed.data_group import STAGING_NBYTES
 from chunkc.distributed.mesh import local_part
 from chunkc.errors import ChunkcError
@@ -56,15 +55,6 @@ def examples_of(example_inputs: Examples | None) -> tuple[Example, ...]:
 
 def check_plannable(model: nn.Module) -> None:
     """Refuse what no plan can be made for: TypeError for no module, else ChunkcError naming the parts."""
-    _check_kinds(model)
-    _refuse(
-        unique_params(model),
-        "are DTensors, and chunkc.plan is not built for tensor parallelism yet; chunkc.compile plans it",
-        is_dtensor,
-    )
-
-
-def _check_kinds(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc takes an nn.Module, found {type(model).__name__}")
     _refuse_modules(model)
@@ -83,7 +73,7 @@ def _check_kinds(model: nn.Module) -> None:
 
 def check_model(model: nn.Module) -> None:
     """Refuse what cannot be trained as a compiled model; errors as `check_plannable`."""
-    _check_kinds(model)
+    check_plannable(model)
     params = unique_params(model)
     if any(hasattr(p, "chunkc_store") for p in params):
         raise ChunkcError(

@@ -1,11 +1,11 @@
 """The time of one action that runs alone, from what the plan says of it and the rates of a machine.
 
     run, stash, add        matrix products and attention by arithmetic or bytes, what takes longer, the model's own
-                           collectives by what the rank receives over its link and a hop each, the rest by bytes
+                           collectives by what the ranks along tp receive and a hop each, the rest by bytes
     fetch, offload, ...    latency + bytes / bandwidth
     gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
                            nodes over its network, what takes longer, and a latency for each rank (ring algorithm);
-                           behind a reduction among replicas, what all owners of a node receive over its network
+                           behind a reduction among replicas, their exchange of means in the same way
     sum                    the latency of each rank: its bytes are few
     begin, update, restore, norm   the rate of the update; of the last two by the share of its bytes that they move;
                            an update that was begun takes no time, as if it were always committed
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 from chunkc.cost.rates import CostRates, Links, update_nbytes
 from chunkc.cost.sharing import COPY_RESOURCES, FROM_DEVICE, HOST_DRAM, TO_DEVICE, Use
+from chunkc.cost.spread import Dims, Spread, all_gather_ms, all_reduce_ms, parts_ms, spread_of
+from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, TP
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
@@ -54,7 +56,7 @@ class ActionCosts:
 
     def __init__(self, plan: Plan, rates: CostRates) -> None:
         self._plan, self._rates = plan, rates
-        self._layout = plan.layout
+        self._layout, self._dims = plan.layout, dims_of(plan)
         self._segments = {s.name: s for s in plan.segments}
         self._value_nbytes = {value.target: value.nbytes for value in plan.moves}
         self._begun = {a.target for p in plan.programs for a in p.actions if a.op is Op.BEGIN}
@@ -105,7 +107,7 @@ class ActionCosts:
     def _run(self, action: Action) -> tuple[float, int, int]:
         segment = self._segments[action.target]
         kernels = sum(work.num_kernels for work in segment.work)
-        return segment_ms(segment, self._rates), sum(work.nbytes for work in segment.work), kernels
+        return segment_ms(segment, self._rates, self._dims), sum(work.nbytes for work in segment.work), kernels
 
     def _stash(self, action: Action) -> tuple[float, int, int]:
         """A copy within device memory of each gradient's part in the chunk; a sum reads what stands there too."""
@@ -133,29 +135,21 @@ class ActionCosts:
             )
         return self._rates.links
 
+    def _spread(self, name: str) -> Spread:
+        return spread_of(self._dims, name, self._links().gpus_per_node)
+
     def _sum(self, action: Action) -> tuple[float, int, int]:
         """Every rank has the two float64 of each, and adds them up."""
-        return all_gather_ms(_SUMS_NBYTES, self._layout.world_size, self._links()), _SUMS_NBYTES, 0
+        return all_gather_ms(_SUMS_NBYTES, self._spread(DP_SHARD), self._links()), _SUMS_NBYTES, 0
 
     def _collective(self, action: Action) -> tuple[float, int, int]:
         links, layout = self._links(), self._layout
         nbytes = layout.chunks[layout.groups[action.index].first_chunk].nbytes
-        alone_ms, moved = all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1)
+        alone_ms, moved = all_gather_ms(nbytes, self._spread(DP_SHARD), links), nbytes * (layout.world_size - 1)
         if action.op is Op.REDUCE and layout.num_replicas > 1:
             moved += layout.mirrored_nbytes(nbytes)
-            alone_ms += self._mirror_ms(nbytes)
+            alone_ms += all_reduce_ms(nbytes, self._spread(DP_REPLICATE), links)
         return alone_ms, moved, 0
-
-    def _mirror_ms(self, nbytes: int) -> float:
-        """All ranks of a node exchange their chunks of ``nbytes`` with the other nodes."""
-        links, num_nodes = self._links(), self._layout.num_replicas
-        if links.node_gb_per_s is None:
-            raise HardwareError(
-                f"the plan exchanges gradients between {num_nodes} nodes, but {self._rates.hw} has one node: name a "
-                "machine with as many"
-            )
-        received_nbytes = self._layout.world_size * self._layout.mirrored_nbytes(nbytes)
-        return received_nbytes / links.node_gb_per_s * 1e-6 + 2 * (num_nodes - 1) * links.hop_us * 1e-3
 
     def _update(self, action: Action) -> tuple[float, int, int]:
         chunk, rates = self._chunk(action), self._rates
@@ -201,14 +195,27 @@ def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32", states:
     return Use(stream)
 
 
-def segment_ms(segment: Segment, rates: CostRates) -> float:
-    return sum(work_ms(work, rates) for work in segment.work)
+def dims_of(plan: Plan) -> Dims:
+    """The mesh of the ranks of ``plan``."""
+    layout = plan.layout
+    return plan.mesh or ((DP_REPLICATE, layout.num_replicas), (DP_SHARD, layout.world_size))
 
 
-def work_ms(work: Work, rates: CostRates) -> float:
+def segment_ms(segment: Segment, rates: CostRates, dims: Dims = ()) -> float:
+    """Milliseconds of a segment of a plan for the mesh ``dims``."""
+    return sum(work_ms(work, rates, dims) for work in segment.work)
+
+
+def exchanged_ms(plan: Plan, rates: CostRates) -> float:
+    """Milliseconds of the model's own collectives in an iteration of ``plan``, each alone."""
+    works = [work for segment in plan.segments for work in segment.work if work.kind is Kind.LINK]
+    return plan.accumulate * sum(work_ms(work, rates, dims_of(plan)) for work in works)
+
+
+def work_ms(work: Work, rates: CostRates, dims: Dims = ()) -> float:
     """Milliseconds of operators of one kind, their kernels one after the other."""
     if work.kind is Kind.LINK:
-        return _exchange_ms(work, rates)
+        return _exchange_ms(work, rates, dims)
     by_bytes = memory_ms(work.nbytes, rates)
     if work.kind is Kind.MEMORY:
         return by_bytes
@@ -216,21 +223,17 @@ def work_ms(work: Work, rates: CostRates) -> float:
     return max(work.flops / rates.of_dtype(table, work.dtype) * 1e-9, by_bytes)
 
 
-def _exchange_ms(work: Work, rates: CostRates) -> float:
-    """Milliseconds of collectives between the devices of a node, on the compute stream."""
-    if rates.links is None:
+def _exchange_ms(work: Work, rates: CostRates, dims: Dims) -> float:
+    """Milliseconds of collectives along ``tp``, on the compute stream; within a node where there is no such line."""
+    links = rates.links
+    if links is None:
         raise HardwareError(f"the model exchanges values between ranks, but {rates.hw} has no rates of links")
-    return work.nbytes / rates.links.gpu_gb_per_s * 1e-6 + work.num_kernels * rates.links.hop_us * 1e-3
+    line = spread_of(dims, TP, links.gpus_per_node)
+    if line.num_ranks == 1:
+        line = Spread(2, shares_node=True, num_received=0)
+    return parts_ms(work.nbytes / (line.num_ranks - 1), line, links) + work.num_kernels * links.hop_us * 1e-3
 
 
 def memory_ms(nbytes: int, rates: CostRates) -> float:
     """Milliseconds of reading and writing ``nbytes`` of device memory in all."""
     return nbytes / rates.device_memory_gb_per_s * 1e-6
-
-
-def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
-    """Milliseconds of an all-gather (or a reduce-scatter) of ``nbytes`` from every rank."""
-    in_node = (world_size - 1) * nbytes / links.gpu_gb_per_s * 1e-6
-    num_outside = max(0, world_size - links.gpus_per_node)
-    between = 0.0 if links.node_gb_per_s is None else num_outside * nbytes / links.node_gb_per_s * 1e-6
-    return max(in_node, between) + (world_size - 1) * links.hop_us * 1e-3

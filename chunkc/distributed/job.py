@@ -50,9 +50,33 @@ def lay_out(mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str) -
     """
     num_sharing, num_replicas = machine.job_sharding(shard)
     default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
+    _check_shard(mesh, shard)
+    return rank_mesh(mesh, len(default.ranks), default, dist.job_rank() if dist.is_in_job() else 0)
+
+
+def lay_out_ahead(
+    mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str, world_size: int | None
+) -> RankMesh:
+    """`lay_out` for ``world_size`` ranks on ``machine``, by default all, whatever job runs here, if any.
+
+    Raises ChunkcError, also for stages of a pipeline.
+    """
+    num_sharing, num_replicas = machine.sharding(shard, world_size)
+    default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
+    _check_shard(mesh, shard)
+    laid_out = rank_mesh(mesh, len(default.ranks), default, owner=f"the plan for {machine}")
+    if laid_out.num_stages > 1:
+        raise ChunkcError(
+            f"the mesh has {laid_out.num_stages} stages of a pipeline (pp), which chunkc.plan does not divide a model "
+            f"into: plan each stage as a model, with world_size={len(laid_out.ranks)}, accumulate= and in_flight=, and "
+            "leave pp out of the mesh"
+        )
+    return laid_out
+
+
+def _check_shard(mesh: dist.DeviceMesh | str | None, shard: str) -> None:
     if mesh is not None and shard != "all":
         raise ChunkcError(f"shard={shard!r} beside mesh=: name the dimensions dp_replicate and dp_shard of the mesh")
-    return rank_mesh(mesh, len(default.ranks), default, dist.job_rank() if dist.is_in_job() else 0)
 
 
 def make_ranks(device: torch.device, mesh: RankMesh, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:

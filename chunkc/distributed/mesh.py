@@ -42,7 +42,8 @@ class RankMesh:
     """The ranks of one stage by their places along `SUPPORTED`, each of one rank or more.
 
     ``ranks`` in the order of their places; those of a column, and of each line along a dimension, ascend. ``stages``:
-    those of all stages of the job, where there are several. ``name`` tells pipelines of one job apart.
+    those of all stages of the job, where there are several. ``name`` tells pipelines of one job apart. ``dims``: names
+    and sizes of all dimensions of two ranks or more, in the order of the job's ranks; none where `of_data` has it.
     """
 
     num_replicas: int
@@ -51,6 +52,7 @@ class RankMesh:
     ranks: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...] = ()
     name: str = ""
+    dims: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -94,18 +96,20 @@ class RankMesh:
         return ",".join(f"{name}={size}" for name, size in sizes if size > 1)
 
 
-def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh, rank: int = 0) -> RankMesh:
-    """The ranks of the stage of ``rank`` as ``mesh`` lays the job's out, or ``default`` where it is None.
+def rank_mesh(
+    mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh, rank: int = 0, owner: str = "the job"
+) -> RankMesh:
+    """The ranks of the stage of ``rank`` as ``mesh`` lays those of ``owner`` out, or ``default`` where it is None.
 
     A text names sizes of dimensions, as in ``"dp_shard=2,tp=4"``, in any order; ``dp_shard`` may be left out.
 
     Raises:
-        ChunkcError: for dimensions that are not supported, and for a mesh that is not of just the job's ranks.
+        ChunkcError: for dimensions that are not supported, and for a mesh that is not of just these ranks.
     """
     if mesh is None:
         return default
     if isinstance(mesh, str):
-        sizes = _sizes_of_text(mesh, num_ranks)
+        sizes = _sizes_of_text(mesh, num_ranks, owner)
         ranks: Any = range(num_ranks)
         name = f"mesh {mesh}"
     elif isinstance(mesh, DeviceMesh):
@@ -119,8 +123,8 @@ def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh, 
     _check_names(sizes)
     if list(ranks) != list(range(num_ranks)):
         raise ChunkcError(
-            f"the mesh {_text(sizes)} has ranks {_some(ranks)}, and the job has ranks 0 to {num_ranks - 1}: a mesh has "
-            "each rank of the job once, in their order"
+            f"the mesh {_text(sizes)} has ranks {_some(ranks)}, and {owner} has ranks 0 to {num_ranks - 1}: a mesh has "
+            "each of them once, in their order"
         )
     dims = [(name, size) for name, size in sizes.items() if size > 1]
     num_replicas, num_sharing, num_tensor = (sizes.get(name, 1) for name in SUPPORTED)
@@ -128,7 +132,9 @@ def rank_mesh(mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh, 
     size = len(in_order) // sizes.get(PP, 1)
     stages = tuple(in_order[start : start + size] for start in range(0, len(in_order), size))
     own = next(stage for stage in stages if rank in stage)
-    laid_out = RankMesh(num_replicas, num_sharing, num_tensor, own, stages, name if len(stages) > 1 else "")
+    own_dims = () if {name for name, _ in dims} <= {DP_REPLICATE, DP_SHARD} else tuple(dims)
+    name = name if len(stages) > 1 else ""
+    laid_out = RankMesh(num_replicas, num_sharing, num_tensor, own, stages, name, own_dims)
     _check_order(laid_out, sizes)
     return laid_out
 
@@ -141,7 +147,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part.to_local().detach()  # type: ignore[no-any-return]
 
 
-def _sizes_of_text(text: str, num_ranks: int) -> dict[str, int]:
+def _sizes_of_text(text: str, num_ranks: int, owner: str) -> dict[str, int]:
     given: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
@@ -152,7 +158,7 @@ def _sizes_of_text(text: str, num_ranks: int) -> dict[str, int]:
     if DP_SHARD not in given and num_ranks % prod(given.values()) == 0:
         given[DP_SHARD] = num_ranks // prod(given.values())
     if prod(given.values()) != num_ranks:
-        raise ChunkcError(f"mesh={text!r} has {prod(given.values())} ranks, and the job has {num_ranks}")
+        raise ChunkcError(f"mesh={text!r} has {prod(given.values())} ranks, and {owner} has {num_ranks}")
     return {name: given.get(name, 1) for name in _ALL}
 
 

@@ -46,12 +46,12 @@ class TensorShard:
 
     def check(self, name: str, mesh: RankMesh) -> None:
         """Refuse, by ChunkcError, what the ranks along ``tp`` do not have in equal parts or as copies."""
-        line = next(line for line in mesh.tensor_lines if self.mesh.get_rank() in line)
+        line = next((line for line in mesh.tensor_lines if self.mesh.get_rank() in line), ())
         if self.mesh.mesh.tolist() != list(line):
             raise ChunkcError(
                 f"parameter {name} is a DTensor over ranks {self.mesh.mesh.tolist()}, but the ranks along tp are here "
                 f"{list(line)} (mesh: {mesh or 'one rank'}). Parallelise the model over mesh['tp'] and hand the whole "
-                "mesh to chunkc.compile, which divides model data over the others itself: leave fully_shard away"
+                "mesh to chunkc.compile or chunkc.plan, which divide model data over the others: leave fully_shard away"
             )
         kinds = {type(placement) for placement in self.placements}
         if kinds - {Shard, Replicate}:

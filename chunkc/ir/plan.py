@@ -62,6 +62,8 @@ _NAMES: dict[Key, str] = {
 }
 """Names for people; other programs are called as their role."""
 _EXCHANGES = frozenset({Op.GATHER, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})
+_USUAL: Final = {"in_flight": 1, "waiting_nbytes": 0, "mesh": ()}
+"""Fields that are not written where they have these values."""
 MAX_MICRO_BATCHES: Final = 4096
 """Of an iteration at most, since simulations and reports list all of its actions one by one."""
 
@@ -244,7 +246,8 @@ class Plan:
     micro-batches whose gradients one step takes. ``num_samples`` and ``num_tokens`` (0: unknown) are those of one
     micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`. ``moves``: saved values that go to the host and back.
     ``in_flight``: most micro-batches whose forward has begun and whose backward has not ended; each but the one that
-    runs holds ``waiting_nbytes`` of the device, which all segments count.
+    runs holds ``waiting_nbytes`` of the device, which all segments count. ``mesh``: dimensions of the job's ranks with
+    their sizes, neighbours along the last; empty: replicas, and in each the ranks of the layout.
     """
 
     model: str
@@ -262,6 +265,7 @@ class Plan:
     accumulate: int = 1
     in_flight: int = 1
     waiting_nbytes: int = 0
+    mesh: tuple[tuple[str, int], ...] = ()
     saved: tuple[SavedValue, ...] = field(default=(), compare=False)
 
     @property
@@ -370,8 +374,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(replace(self, programs=()))
         data["format_version"] = FORMAT_VERSION
-        if self.in_flight == 1:
-            del data["in_flight"], data["waiting_nbytes"]
+        data = {name: value for name, value in data.items() if _USUAL.get(name, ...) != value}
         data["programs"] = [
             {**asdict(replace(program, actions=())), "actions": [str(action) for action in program.actions]}
             for program in self.programs
@@ -381,14 +384,13 @@ class Plan:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
         """The plan that ``to_json`` described, unchecked; ValueError, with the place, for other data."""
-        version = data.get("format_version")
-        if version != FORMAT_VERSION or type(version) is not int:
+        if (version := data.get("format_version")) != FORMAT_VERSION or type(version) is not int:
             raise FormatError(
                 f"plan format {shown(version)} is not supported; this release reads format {FORMAT_VERSION}: plan the "
                 "model again"
             )
         given = {name: value for name, value in data.items() if name != "format_version"}
-        return _DECODER.decode(Plan, {"in_flight": 1, "waiting_nbytes": 0, **given})
+        return _DECODER.decode(Plan, {**_USUAL, **given})
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, whole or not at all; ChunkcError leaves what the file held."""

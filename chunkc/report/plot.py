@@ -294,7 +294,7 @@ def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
     unit = unit_for(plan.memory.device_peak_nbytes)
     yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
     if plan.layout.world_size > 1:
-        yield f"rank {plan.layout.rank} of {plan.layout.world_size}{replicas_of(plan.layout)}"
+        yield f"rank {plan.layout.rank} of {plan.layout.world_size}{replicas_of(plan)}"
     yield f"plan {plan.digest()}"
 
 

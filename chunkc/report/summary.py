@@ -14,14 +14,26 @@ from chunkc.ir.schedule import largest_saved
 from chunkc.ir.tiers import COPIED_TIERS, SLOWER_TIERS, Tier
 from chunkc.report.columns import table, wrapped
 from chunkc.report.frame import LANE_NAMES
-from chunkc.report.units import ESTIMATE_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
+from chunkc.report.units import (
+    ESTIMATE_NOTE,
+    Unit,
+    exchanged_by_model,
+    percent,
+    plural,
+    printable,
+    ranges,
+    repeated,
+    replicas_of,
+    unit_of,
+)
 
 
 def summarize(plan: Plan) -> str:
     """The tables of ``plan``; sizes are in one unit, which every table names."""
     unit = unit_of(plan)
     layout = plan.layout
-    ranks = f" (rank {layout.rank} of {layout.world_size}{replicas_of(layout)})" if layout.world_size > 1 else ""
+    is_one = layout.world_size == 1 and not plan.mesh
+    ranks = "" if is_one else f" (rank {layout.rank} of {layout.world_size}{replicas_of(plan)})"
     stored = "stored, padded" if layout.world_size == 1 else f"stored by rank {layout.rank}, padded"
     parts = [
         wrapped(printable(f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}"), "  "),
@@ -142,6 +154,9 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
         copies = [a for a in actions if a.stream is stream]
         total = f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
         yield f"total {source} to {destination}", LANE_NAMES[stream], *total
+    num_exchanges, received_nbytes = exchanged_by_model(plan)
+    if num_exchanges:
+        yield "exchanges of the model", LANE_NAMES[Stream.COMPUTE], f"{num_exchanges:,}", unit.of(received_nbytes)
     if plan.layout.world_size == 1:
         return
     for op, noun in ((Op.GATHER, "groups"), (Op.REDUCE, "groups")):

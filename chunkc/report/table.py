@@ -104,7 +104,8 @@ def render(plan: Plan) -> str:
 
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     memory, layout = plan.memory, plan.layout
-    ranks = "" if layout.world_size == 1 else f", rank {layout.rank} of {layout.world_size}{replicas_of(layout)}"
+    is_one = layout.world_size == 1 and not plan.mesh
+    ranks = "" if is_one else f", rank {layout.rank} of {layout.world_size}{replicas_of(plan)}"
     yield f"plan {plan.digest()}: {plan.model} on {plan.hw}{ranks}, sizes in {unit.name}"
     peak, budget = memory.device_peak_nbytes, memory.device_budget_nbytes
     yield f"  device  planned peak {unit.of(peak)} of budget {unit.of(budget)} ({percent(peak, budget)}):"

@@ -33,7 +33,7 @@ def _fitted(line: str) -> str:
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     memory, layout = plan.memory, plan.layout
     yield f"plan {plan.digest()}: {plan.model} on {plan.hw}, sizes in {unit.name}"
-    ranks = f"rank {layout.rank} of world size {layout.world_size}{replicas_of(layout)}"
+    ranks = f"rank {layout.rank} of world size {layout.world_size}{replicas_of(plan)}"
     yield f"  schedule {plan.schedule_digest}, {ranks}"
     yield (
         f"  device: planned peak {unit.of(memory.device_peak_nbytes)} of budget "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
+from chunkc.ir.work import Kind
 
 ESTIMATE_NOTE = "activations are estimated, with a margin: compile reads compiled code"
 
@@ -57,9 +57,23 @@ def repeated(plan: Plan) -> str:
     return "evaluation" if plan.is_evaluation else "step"
 
 
-def replicas_of(layout: Layout) -> str:
-    """Text behind a layout's ranks where several nodes have as many; else empty."""
-    return "" if layout.num_replicas == 1 else f" on each of {layout.num_replicas} nodes"
+def replicas_of(plan: Plan) -> str:
+    """Text behind the ranks of a plan: their mesh, or the nodes that have as many; else empty."""
+    if plan.mesh:
+        return f", mesh {mesh_text(plan)}"
+    return "" if plan.layout.num_replicas == 1 else f" on each of {plan.layout.num_replicas} nodes"
+
+
+def mesh_text(plan: Plan) -> str:
+    """The mesh of a plan's ranks as ``mesh=`` reads it."""
+    return ",".join(f"{name}={size}" for name, size in plan.mesh)
+
+
+def exchanged_by_model(plan: Plan) -> tuple[int, int]:
+    """Collectives of the model's own in one iteration, and bytes that the rank receives by them."""
+    works = [work for segment in plan.segments for work in segment.work if work.kind is Kind.LINK]
+    times = plan.accumulate
+    return times * sum(work.num_kernels for work in works), times * sum(work.nbytes for work in works)
 
 
 def percent(part: float, whole: float) -> str:

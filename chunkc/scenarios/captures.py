@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
+from chunkc._torch_compat.fake_job import first_line
 from chunkc.capture.partition import num_kept
 from chunkc.capture.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
+from chunkc.distributed.mesh import TP, RankMesh
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.passes.rematerialise import KEEP_ALL
 from chunkc.progress import stage, within
-from chunkc.scenarios.models import Transformer
+from chunkc.runtime.params.tensor_views import views_of
+from chunkc.scenarios.models import Transformer, parallelise
 
 logger = logging.getLogger("chunkc")
 
@@ -42,7 +47,7 @@ class Subject:
     """Subject of a capture: a model in training, on a machine of some dtype and compute capability.
 
     ``batch`` sequences of ``sequence`` tokens; ``dtype``: compute dtype, or ``auto``; ``backend``: what would compile
-    the segments.
+    the segments. ``num_tensor`` ranks compute a forward together: the first ones of a job, which may be a fake one.
     """
 
     model: Transformer
@@ -51,12 +56,13 @@ class Subject:
     dtype: torch.dtype | str
     backend: Backend
     hw: Hardware
+    num_tensor: int = 1
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal where captures are."""
         machine = (self.hw.compute_dtype, self.hw.compute_capability)
-        return (repr(self.model), self.batch, self.sequence, self.dtype, self.backend, *machine)
+        return (repr(self.model), self.batch, self.sequence, self.dtype, self.backend, self.num_tensor, *machine)
 
     @property
     def num_layers(self) -> int | None:
@@ -72,16 +78,23 @@ class Subject:
         return min(max(found, NUM_OUTER), self.num_layers - NUM_OUTER)
 
     def infos(self) -> list[ParamInfo]:
-        """The parameters of the whole model."""
-        model = self.model.build()
-        return param_infos(model, compute_dtype(self.dtype, list(unique_params(model)), self.hw))
+        """The parameters of the whole model, as a rank has them."""
+        with self._built(self.model) as model:
+            return param_infos(model, compute_dtype(self.dtype, list(unique_params(model)), self.hw))
+
+    @contextmanager
+    def _built(self, transformer: Transformer) -> Iterator[nn.Module]:
+        """``transformer`` with the parts that a rank has of its parameters."""
+        model, num = transformer.build(), self.num_tensor
+        if num > 1:
+            parallelise(model, transformer.label, first_line(num, TP))
+        with views_of(model, RankMesh(1, 1, num, tuple(range(num)))).lent():
+            yield model
 
     def capture(self, num_layers: int | None, shares: Sequence[float]) -> list[CapturedAhead]:
         """Capture the model with ``num_layers`` layers, partitioned for each of ``shares``; None: as it is."""
         stage("building the model")
         transformer = self.model if num_layers is None else self.model.with_depth(num_layers)
-        model = transformer.build()
-        dtype = compute_dtype(self.dtype, list(unique_params(model)), self.hw)
         inputs, schedules = transformer.inputs(self.batch, self.sequence), dict[float, Schedule]()
 
         def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
@@ -89,7 +102,9 @@ class Subject:
             return shares[-1], f"a share {shares[-1]:g} of the layers keeps its activations"
 
         chooser = None if list(shares) == [KEEP_ALL] else choose
-        captured = capture_ahead(model, dtype, inputs, self.backend, chooser, gpu=self.hw.compute_capability)
+        with self._built(transformer) as model:
+            dtype = compute_dtype(self.dtype, list(unique_params(model)), self.hw)
+            captured = capture_ahead(model, dtype, inputs, self.backend, chooser, gpu=self.hw.compute_capability)
         schedules[shares[-1]] = captured.schedule
         return [CapturedAhead(schedules.get(keep, captured.schedule), captured.stages) for keep in shares]
 

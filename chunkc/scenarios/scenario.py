@@ -24,6 +24,8 @@ from chunkc.compiler.plan_ahead import plan_schedule, uncollected
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.compiler.validation import needs_scaling
 from chunkc.cost.rates import known_rates
+from chunkc.distributed.job import lay_out_ahead
+from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan as SimulatedPlan
@@ -68,6 +70,8 @@ class Scenario:
         world_size: ranks; None takes the GPUs of ``hw``. rank: whose plan is asked for.
         chunk_numel: elements of a chunk; None lets the planner choose.
         shard: over which ranks model data is divided, ``all`` or those of a ``node``.
+        mesh: the ranks by dimension, as ``chunkc.plan(mesh=)`` reads a text; empty: as ``shard`` says. With ``tp``,
+            whoever asks has made a process group of the ranks, if a fake one.
         policy: by which to plan; one of `policies`.
         backend: how segments would be compiled.
         tracks_grad_norm: whether gradients are measured as they land, and updates follow a decision, as with clipping;
@@ -93,6 +97,7 @@ class Scenario:
     tracks_grad_norm: bool | None = None
     optimizer: str = "adamw"
     activations: Activations = "auto"
+    mesh: str = ""
     kept_share: float = 0.5
 
     @property
@@ -113,7 +118,12 @@ class Scenario:
     @property
     def subject(self) -> Subject:
         """Subject of the capture."""
-        return Subject(self.model, self.batch, self.sequence, self.dtype, self.backend, self.hw)
+        return Subject(self.model, self.batch, self.sequence, self.dtype, self.backend, self.hw, self.ranks.num_tensor)
+
+    @property
+    def ranks(self) -> RankMesh:
+        """The ranks by dimension; ChunkcError for those that cannot be."""
+        return lay_out_ahead(self.mesh or None, self.hw, self.shard, self.world_size)
 
     @property
     def num_ranks(self) -> int:
@@ -121,6 +131,7 @@ class Scenario:
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
+        ranks += f"mesh {self.mesh}, " if self.mesh else ""
         ranks += "sharded within nodes, " if self.shard == "node" else ""
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
         clipping = {None: "", True: ", clipped", False: ", neither clipped nor scaled"}
@@ -230,17 +241,17 @@ def policies() -> tuple[str, ...]:
 
 
 def _target(scenario: Scenario) -> Target:
-    hw = scenario.hw
-    world_size, num_replicas = hw.sharding(scenario.shard, scenario.world_size)
+    hw, ranks = scenario.hw, scenario.ranks
     return Target(
         model=scenario.model.label,
         hw=str(hw),
         budgets=budgets_of(hw),
-        world_size=world_size,
-        rank=scenario.rank % world_size,
-        num_replicas=num_replicas,
+        world_size=ranks.num_sharing,
+        rank=scenario.rank % ranks.num_sharing,
+        num_replicas=ranks.num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
         runs_inline=hw.emulated,
+        mesh=ranks.dims,
     )
 
 

@@ -39,7 +39,7 @@ class Target:
     Budgets are those of one rank; reserved are ``reserve=``, other models, and what CUDA and the system keep. Without
     ``rates`` decisions go by bytes. ``world_size``, ``rank`` and ``num_replicas`` are those of a `Layout`.
     ``runs_inline``: the device computes on the thread that launches, which launches nothing of a step before backward
-    has ended.
+    has ended. ``mesh``: as of a `Plan`.
     """
 
     model: str
@@ -50,6 +50,7 @@ class Target:
     rates: CostRates | None = None
     num_replicas: int = 1
     runs_inline: bool = False
+    mesh: tuple[tuple[str, int], ...] = ()
 
     def budget_nbytes(self, tier: Tier) -> int:
         return self.budgets[tier].nbytes

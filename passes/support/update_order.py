@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from chunkc.cost.actions import segment_ms
 from chunkc.cost.rates import CostRates
+from chunkc.cost.spread import Dims
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.plan import Segment
@@ -71,7 +72,7 @@ def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
     pace = (
         _Positions(segments, layout, chunks)
         if target.rates is None
-        else _Milliseconds(segments, target.rates, layout.state_spec)
+        else _Milliseconds(segments, target.rates, layout.state_spec, target.mesh)
     )
     at_home = _released(decided(draft.accesses, "actions")[1], layout, pace)
 
@@ -85,9 +86,9 @@ def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
 class _Milliseconds:
     """How long things take where the rates are known: each alone."""
 
-    def __init__(self, segments: Sequence[Segment], rates: CostRates, states: StateSpec) -> None:
+    def __init__(self, segments: Sequence[Segment], rates: CostRates, states: StateSpec, dims: Dims) -> None:
         self._rates, self._states = rates, states
-        self._segments = {s.name: segment_ms(s, rates) for s in segments}
+        self._segments = {s.name: segment_ms(s, rates, dims) for s in segments}
 
     def run(self, segment: str) -> float:
         return self._segments[segment]

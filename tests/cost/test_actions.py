@@ -6,7 +6,7 @@ import pytest
 from costs import COPY, LINKS, RATES, copies, rates, with_work
 from plans import distributed, evicting, grad_chunk, spanning, streaming
 
-from chunkc.cost.actions import ActionCosts, all_gather_ms
+from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import CopyLaw, cost_rates, update_nbytes
 from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE
 from chunkc.errors import HardwareError
@@ -88,14 +88,6 @@ def test_collectives_move_the_other_ranks_chunks() -> None:
         found = costs.of(parse(text))
         assert (found.alone_ms, found.nbytes) == (pytest.approx(1.0 + 0.5), 256)
     assert costs.of(parse("sum @comm")).alone_ms == pytest.approx(0.5 + 16 / 256), "16 bytes of each"
-    assert all_gather_ms(256, 8, LINKS) == pytest.approx(7.0)
-
-
-def test_between_nodes_the_slower_of_link_and_network_counts() -> None:
-    """Sixteen ranks on two nodes: 15 chunks into each rank, 8 of another node through a network for the whole node."""
-    slow, fast = (replace(LINKS, node_gb_per_s=rate) for rate in (64e-6, 1.0))
-    assert all_gather_ms(256, 16, slow) == pytest.approx(8 * 4.0)
-    assert all_gather_ms(256, 16, fast) == pytest.approx(15.0)
 
 
 def test_replicas_exchange_means_over_the_network_behind_reductions() -> None:
@@ -111,8 +103,41 @@ def test_replicas_exchange_means_over_the_network_behind_reductions() -> None:
     for text in ("gather g0 @comm", "sum @comm"):
         alone = ActionCosts(distributed().build(), rates(links=links)).of(parse(text))
         assert costs.of(parse(text)) == alone, "within nodes as ever"
-    with pytest.raises(HardwareError, match="between 4 nodes, but round has one node"):
-        ActionCosts(plan, RATES).of(parse("reduce g0 @comm"))
+    with pytest.raises(HardwareError, match="4 ranks that exchange stand on several nodes of 2, but"):
+        ActionCosts(plan, rates(links=replace(links, node_gb_per_s=None))).of(parse("reduce g0 @comm"))
+
+
+def test_replicas_within_a_node_exchange_means_over_its_links() -> None:
+    """Four pairs on one node: 2 x 3/4 of 256 bytes over each rank's own link."""
+    plan = distributed().build()
+    plan = replace(plan, layout=replace(plan.layout, num_replicas=4))
+    found = ActionCosts(plan, RATES).of(parse("reduce g0 @comm"))
+    assert (found.alone_ms, found.nbytes) == (pytest.approx(1.0 + 1.5), 256 + 384)
+
+
+def test_ranks_that_divide_chunks_may_stand_on_other_nodes() -> None:
+    """By tp=4 inside of dp_shard=2 on nodes of four, four pairs exchange chunks over a network of 128 bytes a ms."""
+    plan = replace(distributed().build(), mesh=(("dp_shard", 2), ("tp", 4)))
+    links = replace(LINKS, gpus_per_node=4, node_gb_per_s=128e-6)
+    costs = ActionCosts(plan, rates(links=links))
+    assert costs.of(parse("gather g0 @comm")).alone_ms == pytest.approx(4 * 256 / 128)
+    in_node = ActionCosts(plan, RATES)
+    assert in_node.of(parse("gather g0 @comm")).alone_ms == pytest.approx(1.0)
+
+
+def test_what_a_model_exchanges_goes_the_way_of_its_tensor_ranks() -> None:
+    """768 bytes from three others in two collectives: over a rank's link, or, of four lines, over the network."""
+    work = (Work(Kind.LINK, "", 0, 768, 2),)
+    plan = distributed().build()
+    plan = replace(plan, segments=(replace(plan.segments[0], work=work), *plan.segments[1:]))
+    links = replace(LINKS, gpus_per_node=4, node_gb_per_s=1024e-6, hop_us=500.0)
+    inner, outer = (replace(plan, mesh=m) for m in ((("dp_shard", 2), ("tp", 4)), (("tp", 4), ("dp_shard", 2))))
+    times = [ActionCosts(p, rates(links=links)).of(parse("run fwd.0 @compute")).alone_ms for p in (plan, inner, outer)]
+    # by the outer mesh two ranks of a line share a node: over the network, two lines of two parts each, so 4 x 256
+    assert times == pytest.approx([3.0 + 1.0, 3.0 + 1.0, max(3.0, 4 * 256 / 1024) + 1.0])
+    slow = rates(links=replace(links, node_gb_per_s=128e-6))
+    assert ActionCosts(outer, slow).of(parse("run fwd.0 @compute")).alone_ms == pytest.approx(4 * 256 / 128 + 1.0)
+    assert ActionCosts(inner, slow).of(parse("run fwd.0 @compute")).alone_ms == pytest.approx(3.0 + 1.0)
 
 
 def test_six_times_the_parameters_go_over_the_links_in_a_step() -> None:

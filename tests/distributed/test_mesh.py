@@ -25,6 +25,15 @@ def test_tensor_ranks_are_neighbours() -> None:
     assert mesh.place_of(5) == (2, 1)
 
 
+def test_plans_state_a_mesh_that_sizes_alone_do_not() -> None:
+    dims = (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
+    assert rank_mesh("dp_replicate=2,dp_shard=2,tp=2", 8, DATA).dims == dims
+    assert rank_mesh("tp=2,dp_replicate=1", 8, DATA).dims == (("dp_shard", 4), ("tp", 2))
+    assert rank_mesh("pp=2", 8, DATA).dims == (("pp", 2), ("dp_shard", 4))
+    for mesh in ("dp_shard=8", "dp_replicate=2,dp_shard=4", None):
+        assert rank_mesh(mesh, 8, DATA).dims == ()
+
+
 def test_stages_have_ranks_of_their_own() -> None:
     mesh = rank_mesh("pp=2,dp_replicate=2", 8, DATA, rank=6)
     assert str(mesh) == "pp=2,dp_replicate=2,dp_shard=2" and mesh.num_stages == 2

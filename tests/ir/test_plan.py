@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import SPECS, evicting, moving, streaming
+from plans import SPECS, distributed, evicting, moving, streaming
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan, StageRecord
@@ -21,6 +21,13 @@ def test_saved_plan_loads_as_the_same(name: str, tmp_path: Path) -> None:
     assert loaded == plan
     assert loaded.stages == plan.stages
     assert loaded.digest() == plan.digest()
+
+
+def test_a_mesh_is_saved_where_there_is_one(tmp_path: Path) -> None:
+    plan = replace(distributed().build(), mesh=(("dp_shard", 2), ("tp", 4)))
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert "mesh" not in distributed().build().to_json()
 
 
 def test_json_is_plain_and_shows_actions_as_text() -> None:
@@ -57,6 +64,7 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "hw": lambda p: replace(p, hw="emulated-2m-1m"),
     "schedule": lambda p: replace(p, schedule_digest="1" * 12),
     "a wait": lambda p: evicting().without_wait("forward", 5, "f4").build(),
+    "mesh": lambda p: replace(p, mesh=(("tp", 2),)),
     "a slot": lambda p: evicting().set("backward", 2, "evict c2 <- d1 @d2h after b1").build(),
     "a segment": lambda p: replace(p, segments=(replace(p.segments[0], live_nbytes=1), *p.segments[1:])),
     "a budget": lambda p: replace(p, memory=replace(p.memory, device_budget_nbytes=1)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import pairwise, product
+from math import prod
+from typing import Final
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op
@@ -39,6 +41,7 @@ _ALLOWED: dict[Role, frozenset[Op]] = {
     "reduce_all": frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM}),
 }
 
+_MAX_RANKS: Final = 2**20
 _Twins = tuple[Program, Program, Mapping[Op, Op]]
 """A program, the one whose actions and labels it repeats, and kinds of actions in place of others."""
 
@@ -50,6 +53,7 @@ def check_structure(plan: Plan) -> None:
         PlanError: names the rule, the action where there is one, and the numbers.
     """
     _check_layout(plan.layout)
+    _check_mesh(plan)
     _check_segments(plan)
     check_moves(plan)
     _check_memory(plan)
@@ -75,6 +79,16 @@ def check_structure(plan: Plan) -> None:
     else:
         _check_twins(plan.layout, twins)
         _check_states(plan)
+
+
+def _check_mesh(plan: Plan) -> None:
+    sizes, layout = dict(plan.mesh), plan.layout
+    text = ",".join(f"{name}={size}" for name, size in plan.mesh)
+    if len(sizes) < len(plan.mesh) or any(size < 2 for size in sizes.values()) or prod(sizes.values()) > _MAX_RANKS:
+        raise PlanError(f"mesh {text}: each dimension once, of two ranks or more, and at most {_MAX_RANKS} in all")
+    for name, size in (("dp_shard", layout.world_size), ("dp_replicate", layout.num_replicas)):
+        if sizes and sizes.get(name, 1) != size:
+            raise PlanError(f"mesh {text} of a layout of {size} ranks along {name}")
 
 
 def _check_layout(layout: Layout) -> None:

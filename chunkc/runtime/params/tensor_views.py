@@ -51,22 +51,36 @@ class TensorViews:
 
         What is no DTensor must be the same on all ranks that compute together: the job's first rank gives it to them.
         """
-        parts = {tensor: part_of(tensor) for tensor in dict.fromkeys(tensor for _, _, tensor in self._places)}
         replaced = list[tuple[nn.Module, type[nn.Module]]]()
         try:
-            for module, name, tensor in self._places:
-                module._parameters[name] = parts[tensor]
-            for module in self._modules():
-                own = {name: self._shards[tensor] for holder, name, tensor in self._places if holder is module}
-                cls = type(module)
-                _replace_class(module, own)
-                replaced.append((module, cls))
-            shards = {part: self._shards[tensor] for tensor, part in parts.items()}
+            shards = self._install(replaced)
             _share(self._model, shards, ranks)
             yield shards
         except BaseException:
             self._remove(replaced)
             raise
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Give modules parts within the block. Ranks exchange nothing, so there may be none."""
+        replaced = list[tuple[nn.Module, type[nn.Module]]]()
+        try:
+            self._install(replaced)
+            yield
+        finally:
+            self._remove(replaced)
+
+    def _install(self, replaced: list[tuple[nn.Module, type[nn.Module]]]) -> dict[nn.Parameter, TensorShard]:
+        """Give modules parts, and note in ``replaced`` the classes that they had; the shards by part."""
+        parts = {tensor: part_of(tensor) for tensor in dict.fromkeys(tensor for _, _, tensor in self._places)}
+        for module, name, tensor in self._places:
+            module._parameters[name] = parts[tensor]
+        for module in self._modules():
+            own = {name: self._shards[tensor] for holder, name, tensor in self._places if holder is module}
+            cls = type(module)
+            _replace_class(module, own)
+            replaced.append((module, cls))
+        return {part: self._shards[tensor] for tensor, part in parts.items()}
 
     def _remove(self, replaced: Sequence[tuple[nn.Module, type[nn.Module]]]) -> None:
         for module, name, tensor in self._places:
@@ -85,7 +99,8 @@ def views_of(model: nn.Module, mesh: RankMesh) -> TensorViews:
         if mesh.num_tensor > 1:
             raise ChunkcError(
                 f"the mesh has tp={mesh.num_tensor}, but no parameter of {type(model).__name__} is a DTensor: "
-                "parallelise it first (torch.distributed.tensor.parallel.parallelize_module over mesh['tp'])"
+                "parallelise it first (torch.distributed.tensor.parallel.parallelize_module over mesh['tp']; without "
+                "a job, over a fake process group)"
             )
         return TensorViews(model, {})
     from chunkc.distributed.tensor_shards import TensorShard

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from mutations_actions import GRADIENTS, MOVES, STEP
 from mutations_begun import BEGUN
 from mutations_frame import BUDGETS, COLLECTIVES, STRUCTURE
 from mutations_moves import VALUES
-from plans import SPECS, chain, evicting
+from plans import SPECS, chain, distributed, evicting
 from spec import PlanSpec
 
 from chunkc.errors import PlanError
@@ -60,6 +61,22 @@ def test_three_thousand_actions_take_less_than_two_seconds() -> None:
     plan = chain(375).build()
     assert sum(len(plan.program(name).actions) for name in ("forward", "backward", "step")) == 3000
     assert seconds_to_verify(plan) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "part"),
+    [
+        ((("dp_shard", 4), ("tp", 2)), "mesh dp_shard=4,tp=2 of a layout of 2 ranks along dp_shard"),
+        ((("tp", 2),), "of a layout of 2 ranks along dp_shard"),
+        ((("dp_replicate", 2), ("dp_shard", 2)), "of a layout of 1 ranks along dp_replicate"),
+        ((("dp_shard", 2), ("dp_shard", 2)), "each dimension once"),
+        ((("dp_shard", 2), ("tp", 1)), "of two ranks or more"),
+        ((("dp_shard", 2), ("tp", 2**20)), "at most 1048576 in all"),
+    ],
+)
+def test_a_mesh_that_is_not_the_layouts_is_refused(mesh: tuple[tuple[str, int], ...], part: str) -> None:
+    with pytest.raises(PlanError, match=part):
+        verify(replace(distributed().build(), mesh=mesh))
 
 
 def test_work_grows_linearly() -> None:

@@ -30,7 +30,7 @@ class Parallel:
     name: str
     mesh: tuple[tuple[str, int], ...] = TP
     recipe: Recipe = QUICK
-    hw: str | None = ROOMY
+    hw: Any = ROOMY
     dtype: torch.dtype = torch.float32
     backend: str = "eager"
     accumulate: int = 1
@@ -155,6 +155,14 @@ def exchanged_by_model(work: Parallel) -> tuple[int, int]:
     return sum(w.nbytes for s in segments for w in s.work if w.kind is Kind.LINK), counted
 
 
+def planned_text(work: Parallel) -> tuple[str, str]:
+    """The plan of this rank as text, without the times that planning took, and its digest."""
+    model = compiled(work, work.hw)
+    model(**own_batches(work)[0][0]).backward()
+    plan = chunkc.plan_of(model)
+    return replace(plan, stages=()).text(), plan.digest()
+
+
 def refusals() -> dict[str, str]:
     """The errors of what tensor parallelism does not serve, by what was called."""
     model, found = compiled(Parallel("llama"), ROOMY), {}
@@ -168,6 +176,7 @@ def refusals() -> dict[str, str]:
         "full_params": lambda: chunkc.full_params(model).__enter__(),
         "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         "plan": lambda: chunkc.plan(other(), ROOMY, example_inputs=PARALLEL_CASES["llama"].batches()[0]),
+        "plan of compiled": lambda: chunkc.plan(model, f"2x{ROOMY}", mesh="tp=2", example_inputs=()),
         "no mesh": lambda: chunkc.compile(other(), ROOMY),
         "not parallel": lambda: chunkc.compile(PARALLEL_CASES["llama"].build(), ROOMY, mesh="tp=2"),
         "pipeline": lambda: chunkc.compile(other(), ROOMY, mesh="pp=2"),

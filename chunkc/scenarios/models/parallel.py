@@ -1,0 +1,110 @@
+"""Parallel plans of transformers models: which layers the ranks along ``tp`` divide, and how, in torch's styles.
+
+transformers has the plan of an architecture beside its code, by names of modules in which ``*`` is the number of a
+layer. It has none for BERT, whose plan stands here. GPT-2 cannot have one: its attention keeps queries, keys and values
+side by side in one matrix, of which a rank needs a part of each, not a part of the whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from torch import nn
+
+from chunkc.errors import ChunkcError
+
+_BERT_LAYER: Final = "bert.encoder.layer.*."
+_OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "bert": {
+            **dict.fromkeys((f"{_BERT_LAYER}attention.self.{name}" for name in ("query", "key", "value")), "colwise"),
+            f"{_BERT_LAYER}attention.output.dense": "rowwise",
+            f"{_BERT_LAYER}intermediate.dense": "colwise",
+            f"{_BERT_LAYER}output.dense": "rowwise",
+        }
+    }
+)
+_ACROSS_VOCABULARY: Final = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
+"""Styles that divide the vocabulary, between whole inputs and outputs: layers may do without."""
+_HEADS: Final = ("num_attention_heads", "num_key_value_heads")
+
+
+def parallelise(model: nn.Module, label: str, line: Any) -> None:
+    """Divide the layers of a transformers model over ``line``, a mesh of one dimension, in place.
+
+    Raises:
+        ChunkcError: for a model without a plan, one whose plan has styles that torch has not, and for a line that does
+            not divide its heads.
+    """
+    config: Any = model.config
+    size = line.size()
+    plan = _plan_of(model, label)
+    for name in _HEADS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size:
+            raise ChunkcError(f"tp={size} does not divide the {count} of {name} of {label}: give a divisor of {count}")
+    styles = _styles(label, plan, is_divided=getattr(config, "vocab_size", 0) % size == 0)
+    tied = _tied(model)
+    parallel = importlib.import_module("torch.distributed.tensor.parallel")
+    parallel.parallelize_module(model, line, styles)
+    _tie(label, tied)
+
+
+def _plan_of(model: Any, label: str) -> Mapping[str, str]:
+    """Styles of transformers by names of modules."""
+    kind = str(model.config.model_type)
+    base = getattr(model.config, "base_model_tp_plan", None) or {}
+    plan = _OWN.get(kind) or getattr(model, "_tp_plan", None)
+    plan = plan or {f"{model.base_model_prefix}.{name}": style for name, style in base.items()}
+    if plan and (base or kind in _OWN):
+        return dict(plan)
+    why = " (its attention keeps queries, keys and values in one matrix)" if kind == "gpt2" else ""
+    raise ChunkcError(
+        f"{label} has no parallel plan by which ranks along tp could divide it{why}. There is one for the built-in "
+        f"{', '.join(_OWN)}, and for a config.json where transformers has one of linear layers (llama, mistral, qwen2, "
+        "gemma and others); a module:function parallelises its model itself"
+    )
+
+
+def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[str, Any]:
+    """torch's styles by name. ``is_divided``: whether ranks can have equal parts of the vocabulary."""
+    parallel = importlib.import_module("torch.distributed.tensor.parallel")
+    whole = importlib.import_module("torch.distributed.tensor").Replicate()
+    makers = {
+        "colwise": parallel.ColwiseParallel,
+        "rowwise": parallel.RowwiseParallel,
+        "embedding_rowwise": lambda: parallel.RowwiseParallel(input_layouts=whole),
+        "colwise_gather_output": lambda: parallel.ColwiseParallel(output_layouts=whole),
+        "colwise_rep": lambda: parallel.ColwiseParallel(output_layouts=whole),
+    }
+    unknown = [f"{name} ({style})" for name, style in plan.items() if style not in makers]
+    if unknown:
+        raise ChunkcError(
+            f"the parallel plan that transformers has of {label} divides {', '.join(unknown[:3])} in ways that torch's "
+            f"styles have not; known are {', '.join(makers)}"
+        )
+    kept = {name: style for name, style in plan.items() if is_divided or style not in _ACROSS_VOCABULARY}
+    return {name: makers[style]() for name, style in kept.items()}
+
+
+def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Modules that share a parameter, with its names in them."""
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            owners.setdefault(param, []).append((module, name))
+    return [shared for shared in owners.values() if len(shared) > 1]
+
+
+def _tie(label: str, tied: list[list[tuple[nn.Module, str]]]) -> None:
+    """Tie again what was divided module by module; ChunkcError where modules divided it differently."""
+    for (first, first_name), *others in tied:
+        param: Any = getattr(first, first_name)
+        for module, name in others:
+            other: Any = getattr(module, name)
+            if getattr(param, "placements", None) != getattr(other, "placements", None):
+                raise ChunkcError(f"the parallel plan of {label} divides a shared {first_name} in two ways")
+            setattr(module, name, param)
