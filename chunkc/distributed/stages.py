@@ -24,9 +24,9 @@ from chunkc.errors import ChunkcError, RankError
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Which stage a model is: the place of its ranks along ``pp``, and of the models there, in order of compilation.
+    """The place of a stage's ranks along ``pp``, and the number of its model among those of its ranks.
 
-    Both count from 1.
+    Both count from 1, models in the order of their compilation.
     """
 
     place: int

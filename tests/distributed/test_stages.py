@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +38,9 @@ def test_a_stage_counts_from_when_its_model_is_compiled(monkeypatch: pytest.Monk
 
 def clipping_of(ranks: Ranks, calls: list[str], name: str) -> GradClipping:
     """One without gradients whose own work is noted in ``calls``."""
-    clipping: Any = GradClipping.__new__(GradClipping)
-    clipping._ranks = ranks
+    values: Any = SimpleNamespace(parameters=None, gradients=None)
+    state: Any = SimpleNamespace(device=None, ranks=ranks)
+    clipping: Any = GradClipping(values, state)
     clipping.present = lambda: calls.append(f"{name} has gradients") or frozenset()
     clipping.norm = lambda *_: calls.append(f"{name} is measured") or (frozenset(), torch.zeros(()))
     clipping.over_stages = lambda line, norm, _: calls.append(f"line {line.number}") or norm

@@ -65,11 +65,11 @@ class GradClipping:
         self._values.apply_factor()
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients by their global norm, on which all stages have agreed; see ``chunkc.clip_grad_norm_``."""
+        """Clip all gradients by their global norm, once all stages have agreed to."""
         return self._state.transactions.run(lambda: _clip_by_one_norm([self], max_norm, norm_type))
 
     def agree_to_clip(self, max_norm: float, norm_type: float = 2.0) -> None:
-        """All stages of a pipeline are about to clip by the same norm; RankError on all ranks of the job if not."""
+        """Agree with all stages of a pipeline on how to clip; RankError on all ranks if not."""
         if self.line is not None:
             self._state.transactions.run(lambda: _agree_to_clip([self], max_norm, norm_type))
 
@@ -207,7 +207,7 @@ def clip_together(clippings: Sequence[GradClipping], max_norm: float, norm_type:
 
 
 def _agree_to_clip(clippings: Sequence[GradClipping], max_norm: float, norm_type: float) -> None:
-    """All stages that these are of are about to clip alike; those of no pipeline agree with their gradients."""
+    """Agree with all stages on how to clip; models of no pipeline agree with their gradients."""
     ranks = clippings[0].of_job
     with ranks.agreement_scope():
         if len(set(clippings)) < len(clippings):

@@ -130,7 +130,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return loss
 
     def _begin_step(self) -> tuple[dict[int, Hyper], dict[int, int]]:
-        """What is stepped, and how, once all stages agree on how to clip; nothing without gradients."""
+        """Return the inputs of a step, once all stages agree on how to clip; none without gradients."""
         self._counts.settle()
         runtime, groups = self.runtime, self._groups_by_index()
         self._declare(runtime, self.param_groups)
