@@ -53,8 +53,8 @@ SIGNATURES = {
     "accumulate=1, in_flight=1, shard='all', mesh=None, reduce_dtype=None, fullgraph=False, example_inputs=None, "
     "passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic', optimizer='adamw'",
     "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
-    "chunk_size='auto', activations='auto', accumulate=1, in_flight=1, shard='all', reduce_dtype=None, passes=None, "
-    "keep_fp32=(), reserve=0, loss_scale='dynamic', optimizer='adamw'",
+    "chunk_size='auto', activations='auto', accumulate=1, in_flight=1, shard='all', mesh=None, reduce_dtype=None, "
+    "passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic', optimizer='adamw'",
     "plan_of": "model",
     "clip_grad_norm_": "model, max_norm, norm_type=2.0",
     "simulate": "plan, hw=None",

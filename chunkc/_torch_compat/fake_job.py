@@ -27,6 +27,13 @@ def fake_job(num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear what DTensor keeps by mesh: a mesh of the next job may be equal, and its groups are others."""
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    debug._clear_sharding_prop_cache()
 
 
 def first_line(num_ranks: int, name: str) -> DeviceMesh:

@@ -224,7 +224,7 @@ def work_ms(work: Work, rates: CostRates, dims: Dims = ()) -> float:
 
 
 def _exchange_ms(work: Work, rates: CostRates, dims: Dims) -> float:
-    """Milliseconds of collectives along ``tp``, on the compute stream; within a node where there is no such line."""
+    """Milliseconds of collectives along ``tp``, or, without one, between devices of a node."""
     links = rates.links
     if links is None:
         raise HardwareError(f"the model exchanges values between ranks, but {rates.hw} has no rates of links")

@@ -1,4 +1,4 @@
-"""Where the ranks of a group stand on nodes, and how long links take to bring each of them what the others have.
+"""The ranks of a group on nodes, and how long links take to bring each what the others have.
 
 Of eight ranks on nodes of four, under the mesh ``dp_shard=4,tp=2``:
 
@@ -84,5 +84,5 @@ def all_gather_ms(nbytes: float, spread: Spread, links: Links) -> float:
 
 
 def all_reduce_ms(nbytes: float, spread: Spread, links: Links) -> float:
-    """Milliseconds of an all-reduce of ``nbytes``: a reduce-scatter and an all-gather of a part of each rank."""
+    """Milliseconds of an all-reduce of ``nbytes``: of a part of each rank, reduced and gathered."""
     return 2 * all_gather_ms(nbytes / spread.num_ranks, spread, links)

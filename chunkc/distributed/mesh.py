@@ -99,7 +99,7 @@ class RankMesh:
 def rank_mesh(
     mesh: DeviceMesh | str | None, num_ranks: int, default: RankMesh, rank: int = 0, owner: str = "the job"
 ) -> RankMesh:
-    """The ranks of the stage of ``rank`` as ``mesh`` lays those of ``owner`` out, or ``default`` where it is None.
+    """The ranks of the stage of ``rank`` as ``mesh`` lays ``owner`` out, or ``default`` where it is None.
 
     A text names sizes of dimensions, as in ``"dp_shard=2,tp=4"``, in any order; ``dp_shard`` may be left out.
 

@@ -57,7 +57,7 @@ def check(work: Parallel, pool: Pool, num_ranks: int) -> None:
     with fake_job(num_ranks):
         hw = least(work, num_ranks)
         ahead = plan(work, hw)
-    texts = pool.run(planned_text, replace(work, hw=hw))
+    texts = pool.run(planned_text, replace(work, hw=hw), timeout_s=400)
     assert texts[0] == (replace(ahead, stages=()).text(), ahead.digest())
     assert len(ahead.segments) > 2 and "fetch" in texts[0][0]
 

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from tiny_transformers import TINY_GPT
+from tiny_transformers import TINY_BERT, TINY_GPT
 
+from chunkc._torch_compat.fake_job import fake_job
 from chunkc.hardware import Hardware
 from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL
 from chunkc.scenarios.captures import Captures, Subject
@@ -44,3 +45,13 @@ def test_a_shallow_model_is_captured_as_it_is() -> None:
     made = {op.name for op in captured.schedule.forward.operators if op.flops}
     again = [op.layer for op in captured.schedule.backward.operators if op.name in made]
     assert {layer.split(".")[2] for layer in again} == {"0", "1"}
+
+
+def test_what_ranks_along_tp_exchange_repeats_layer_by_layer() -> None:
+    """A divided model of six layers follows from captures of four and five, its collectives too."""
+    whole = replace(subject(1), model=TINY_BERT.with_depth(6), num_tensor=2)
+    with fake_job(2):
+        found, direct = Captures().of(whole, KEEP_ALL), whole.capture(None, [KEEP_ALL])[0]
+    assert "periodic" in [record.name for record in found.stages]
+    assert found.schedule.digest() == direct.schedule.digest()
+    assert sum("all_reduce" in op.target for op in found.schedule.forward.operators) == 2 * 6

@@ -1,4 +1,4 @@
-"""Parallel plans of transformers models: which layers the ranks along ``tp`` divide, and how, in torch's styles.
+"""Parallel plans of transformers models: which layers ranks along ``tp`` divide, in torch's styles.
 
 transformers has the plan of an architecture beside its code, by names of modules in which ``*`` is the number of a
 layer. It has none for BERT, whose plan stands here. GPT-2 cannot have one: its attention keeps queries, keys and values

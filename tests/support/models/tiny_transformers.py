@@ -10,6 +10,13 @@ TINY_GPT = Transformer(
     | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     Head.CAUSAL,
 )
+TINY_LLAMA = Transformer(
+    "llama-tiny",
+    {"model_type": "llama", "vocab_size": 104, "max_position_embeddings": 16, "num_hidden_layers": 2}
+    | {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True},
+    Head.CAUSAL,
+)
 TINY_BERT = Transformer(
     "bert-tiny",
     {"model_type": "bert", "vocab_size": 101, "max_position_embeddings": 16, "num_hidden_layers": 2}

@@ -1,0 +1,39 @@
+"""A transformers model that the ranks of a job divide, beside the whole one."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from chunkc._torch_compat.fake_job import first_line
+from chunkc.scenarios.models import Transformer, parallelise
+
+
+def differences(transformer: Transformer) -> tuple[int, float]:
+    """How many values of both were compared, loss and gradients, and the largest difference of an element."""
+    whole, divided = (_filled(transformer) for _ in range(2))
+    parallelise(divided, transformer.label, first_line(torch.distributed.get_world_size(), "tp"))
+    batch = {
+        name: torch.arange(value.numel()).view(value.shape) % 2 for name, value in transformer.inputs(2, 16).items()
+    }
+    losses = [model(**batch).loss for model in (whole, divided)]
+    for loss in losses:
+        loss.backward()
+    wanted = {"loss": losses[0].detach()} | {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    found = {"loss": losses[1].detach()} | {n: _whole(p.grad) for n, p in divided.named_parameters() if n in wanted}
+    return len(wanted), max(float((found[name] - value).abs().max()) for name, value in wanted.items())
+
+
+def _filled(transformer: Transformer) -> nn.Module:
+    """The model with values, the same every time."""
+    config = {key: value for key, value in transformer.config.items() if key != "model_type"}
+    torch.manual_seed(3)
+    kind = transformers.AutoConfig.for_model(transformer.config["model_type"], **config, use_cache=False)
+    model: nn.Module = getattr(transformers, transformer.head).from_config(kind)
+    return model.train()
+
+
+def _whole(value: Any) -> torch.Tensor:
+    full: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full.detach()
