@@ -105,7 +105,7 @@ def train(args: argparse.Namespace, device: torch.device, mesh: DeviceMesh) -> i
     for texts in data:
         text = texts[place].to(device)
         of_step: list[torch.Tensor] = []
-        inputs = () if number else (text[:, :-1],)
+        inputs = () if number else (text[:, :-1].contiguous(),)  # torch 2.11 compares strides
         schedule.step(*inputs, **({"target": text[:, 1:], "losses": of_step} if is_last else {}))
         optimizer.step()
         optimizer.zero_grad()
