@@ -130,6 +130,16 @@ def read_whole(found: Trained, model: nn.Module, optimizer: torch.optim.Optimize
         found.exp_avg_sq[names[index]] = whole(moments["exp_avg_sq"])
 
 
+def train_with_torch(work: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of the first batch in ``work.dtype``: of chunkc, and of the same DTensors without it."""
+    plain = PARALLEL_CASES[work.name].build().to(work.dtype)
+    parallelise(work.name, plain, mesh_of(work)["tp"])
+    torch.manual_seed(work.recipe.seed + work.data_rank)
+    loss_of(plain(**own_batches(work)[0][0])).backward()
+    wanted = {name: whole(param.grad) for name, param in plain.named_parameters() if param.grad is not None}
+    return train(work).trained.gradients, wanted
+
+
 RECEIVED = {
     "_c10d_functional::all_reduce": lambda nbytes, size: 2 * (size - 1) * nbytes // size,
     "_c10d_functional::all_gather_into_tensor": lambda nbytes, size: (size - 1) * nbytes,
