@@ -23,10 +23,6 @@ from chunkc.passes.support.arena import lay_out
 from chunkc.passes.support.budget import most_ranges
 from chunkc.passes.support.draft import BaseSegment, Demand, Draft, Liveness, ResidencyInterval, Timeline, decided
 
-NUM_EXCHANGES = 8
-"""Segments of each graph of a resident plan over several ranks, about: the share that exchanges before the first begins
-and after the last ends, where nothing hides it, is one of so many."""
-
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -148,9 +144,9 @@ class PrefetchPass:
         liveness, demand = decided(draft.liveness, "liveness"), decided(draft.demand, "demand")
         intervals, cuts = decided(draft.intervals, "residency"), draft.options.cuts
         if draft.is_resident:
-            shared = layout.world_size > 1
+            num_exchanges = draft.options.num_exchanges if layout.world_size > 1 else 0
             both = [
-                {0, *(() if cuts is None else cuts[w]), *(exchange_starts(demand, w) if shared else ())}
+                {0, *(cuts[w] if cuts else ()), *exchange_starts(demand, w, num_exchanges)}
                 if liveness.costs[w].live
                 else ()
                 for w in (0, 1)
@@ -172,17 +168,19 @@ class PrefetchPass:
         return replace(draft, layout=layout, timelines=(timelines[0], timelines[1]), note=note)
 
 
-def exchange_starts(demand: Demand, which: int) -> list[int]:
+def exchange_starts(demand: Demand, which: int, num_exchanges: int) -> list[int]:
     """Choose the operators at which the segments of a resident plan's graph start.
 
-    With several segments exchanges go on beside computing. Each needs as many further groups as the others (forward),
-    or follows the landing of as many (backward).
+    With several segments, about ``num_exchanges`` (0: one), exchanges go on beside computing. Each needs as many
+    further groups as the others (forward), or follows the landing of as many (backward).
     """
+    if not num_exchanges:
+        return []
     steps = [step for step in demand.steps if step.graph == GRAPHS[which]]
     widths = demand.blocks.num_groups
     exchanged = _first_needed(steps) if which == 0 else _last_landed(demand, steps)
     counts = [sum(widths[block] for block in blocks) for blocks in exchanged]
-    share, passed, starts = sum(counts) / NUM_EXCHANGES, 0, list[int]()
+    share, passed, starts = sum(counts) / num_exchanges, 0, list[int]()
     for step, count in zip(steps, counts, strict=True):
         if passed and passed >= share * (len(starts) + 1) and (count or which == 1):
             starts.append(step.first_op)

@@ -6,6 +6,7 @@ step time wins, then the earlier candidate. The plan that the passes make by the
 
     passes' own plan -> saved values moved -> states on the device -> chunk size -> second homes, where updates are held
     -> states again, with a share of the others streamed -> second homes again
+    -> where everything is resident and ranks exchange: more segments, each of a few chunk sizes
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ NUM_SCALES = 5
 """Widths of a step from one count or share to another, each half of the one before, for counts at least 1."""
 SHARES = (1.0, 0.5, 0.25)
 """Of layers whose saved values move, tried before all else, since they decide how much room that has."""
+EXCHANGES = (16, 32)
+"""Segments of a resident plan's graph between which ranks exchange, tried while each is `WORTH_SEGMENTS`."""
+WORTH_SEGMENTS = 0.01
+"""Share of the step time for which twice the segments are compiled."""
 MIN_GAIN = 0.002
 """Share of the step time that a candidate must gain: less is below what the simulator can tell apart."""
 
@@ -82,6 +87,7 @@ class Search:
         best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
         best = best if sized is best else self._place_states(sized)
+        best = self._divide_exchanges(best, first)
         best = self._vary_counts(self._place_second_homes(best), with_shares=True)
         best = self._place_second_homes(best)
         return self._move_saved(best, tuple(best.options.moved_share + step for step in (-0.125, 0.125)))
@@ -108,6 +114,19 @@ class Search:
             num_states = num_states if self._is_placed() else num_states * chosen // numel
             keeps = best.options.keeps_payloads and num_states > 0
             yield replace(best.options, chunk_numel=numel, num_resident_states=num_states, keeps_payloads=keeps)
+
+    def _divide_exchanges(self, best: Candidate, first: Draft) -> Candidate:
+        """Choose how many segments a resident plan over several ranks has, of the best chunk size or of others."""
+        draft = self._drafts[best.options]
+        if not draft.is_resident or draft.target.world_size == 1:
+            return best
+        for num in EXCHANGES:
+            others = (replace(o, num_exchanges=num) for o in (best.options, *self._sizes(best, first)))
+            finer = self._best_of(best, others, WORTH_SEGMENTS)
+            if finer is best:
+                break
+            best = finer
+        return best
 
     def _place_states(self, best: Candidate) -> Candidate:
         """Choose for how many chunks, of the best size, states stand on the device.
@@ -203,14 +222,16 @@ class Search:
         updated = max(rates.update_gparam_per_s(table, dtype, states) for dtype in table if dtype in FLOAT_DTYPES)
         return copied / (copied + states.nbytes_per_element * updated)
 
-    def _best_of(self, best: Candidate, others: Iterable[PlanOptions]) -> Candidate:
+    def _best_of(self, best: Candidate, others: Iterable[PlanOptions], min_gain: float = MIN_GAIN) -> Candidate:
+        """The fastest of ``best`` and those of ``others`` that gain so much on it."""
+        bar_ms = best.step_ms * (1 - min_gain)
         for options in others:
             if self._num_actions >= self.max_actions:
                 break
             if options in self._drafts or options in self._refused:
                 continue
             candidate = self._price(options)
-            if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):
+            if candidate.step_ms < min(bar_ms, best.step_ms * (1 - MIN_GAIN)):
                 best = candidate
         return best
 
@@ -280,6 +301,8 @@ def _difference(options: PlanOptions, wished: PlanOptions) -> str:
         parts.append(f"{options.streamed_share:.0%} streamed")
     if options.moved_share != wished.moved_share:
         parts.append(f"{options.moved_share:.0%} of the layers' saved values moved")
+    if options.num_exchanges != wished.num_exchanges:
+        parts.append(f"about {options.num_exchanges} segments a graph")
     if options.num_second_homes != wished.num_second_homes:
         parts.append(f"{options.num_second_homes} second homes")
     return ", ".join(parts)

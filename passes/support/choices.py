@@ -35,6 +35,7 @@ class Choice:
     keeps_payloads: bool
     streamed_share: float
     num_second_homes: int
+    num_exchanges: int
     moved_share: float
     note: str
 
@@ -47,6 +48,7 @@ class Choice:
             options.keeps_payloads,
             options.streamed_share,
             options.num_second_homes,
+            options.num_exchanges,
             options.moved_share,
             note,
         )

@@ -93,6 +93,8 @@ class PlanOptions:
         keeps_payloads: theirs too, where one rank trains, in chunks that no larger tensor spans, and if all fit.
         streamed_share: of the states at home on the host, the share in [0, 1] that each step updates on the device.
         num_second_homes: chunks of this rank with a second home, at most; fewer where host memory has less room.
+        num_exchanges: segments of each graph of a resident plan over several ranks, about: the share that exchanges
+            before the first begins and after the last ends, where nothing hides it, is one of so many.
         accumulate: micro-batches of a step, at most. With more than one, gradients have chunks of their own.
         in_flight: micro-batches whose forward has begun and whose backward has not ended, at most.
         tracks_grad_norm: norms of gradients are taken as they land, and updates follow a decision on them.
@@ -110,6 +112,7 @@ class PlanOptions:
     keeps_payloads: bool = False
     streamed_share: float = 0.0
     num_second_homes: int = 0
+    num_exchanges: int = 8
     accumulate: int = 1
     in_flight: int = 1
     tracks_grad_norm: bool = False
@@ -130,6 +133,8 @@ class PlanOptions:
             raise ValueError(f"num_resident_states must not be negative, got {self.num_resident_states}")
         if self.num_second_homes < 0:
             raise ValueError(f"num_second_homes must not be negative, got {self.num_second_homes}")
+        if self.num_exchanges < 1:
+            raise ValueError(f"num_exchanges must be at least 1, got {self.num_exchanges}")
         if not 0.0 <= self.streamed_share <= 1.0:
             raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
         if self.activations not in ACTIVATIONS:

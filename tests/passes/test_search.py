@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from costs import RATES, UNIT_NBYTES, copies, rates
+from costs import LINKS, RATES, UNIT_NBYTES, copies, rates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedules import PLENTY, chain, target
@@ -140,6 +140,21 @@ def test_ranks_choose_alike_though_their_own_chunks_differ() -> None:
     ]
     assert {layout.chunk_numel for layout in layouts} == {layouts[0].chunk_numel}
     assert [layout.rank for layout in layouts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("times_slower", "divides"), [(16, True), (1, False)])
+def test_exchanges_that_nothing_hides_divide_a_resident_plan(times_slower: int, divides: bool) -> None:
+    """Gradients of a segment are reduced behind it: where that takes long, more segments are worth compiling."""
+    links = replace(LINKS, gpu_gb_per_s=LINKS.gpu_gb_per_s / times_slower)
+    schedule, where = working_chain(64, 400 * UNIT_NBYTES), machine(rates(links=links), PLENTY, world_size=2)
+    found = make_fastest_plan(schedule, where)
+    usual = make_plan(schedule, where, PlanOptions(chunk_numel=found.plan.layout.chunk_numel)).plan
+    assert found.plan.moved_nbytes(Stream.H2D) == found.plan.moved_nbytes(Stream.D2H) == 0
+    assert any("segments a graph" in c.text for c in found.candidates)
+    assert (len(found.plan.segments) > len(usual.segments)) == divides
+    if divides:
+        usual_ms = min(c.step_ms for c in found.candidates if c.options.num_exchanges == PlanOptions().num_exchanges)
+        assert min(c.step_ms for c in found.candidates) < 0.95 * usual_ms
 
 
 def test_the_table_of_candidates_says_why() -> None:
