@@ -243,15 +243,14 @@ class DroppingConv2d(nn.Conv2d):
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """Set dropout where modules name it, else in front of linear layers and behind convolutions."""
+    """Set dropout where modules or their configuration name it, else in front of linear layers, behind convolutions."""
     found = False
-    for module in model.modules():
-        named = (
-            ["p"] if isinstance(module, nn.Dropout) else [n for n in vars(module) if "drop" in n and "layer" not in n]
-        )
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for owner in (*model.modules(), *configs.values()):
+        named = ["p"] if isinstance(owner, nn.Dropout) else [n for n in vars(owner) if "drop" in n and "layer" not in n]
         for name in named:
-            if isinstance(getattr(module, name), float):
-                setattr(module, name, DROPOUT)
+            if isinstance(getattr(owner, name), float):
+                setattr(owner, name, DROPOUT)
                 found = True
     kinds = ((nn.Linear, DroppingLinear), (nn.Conv2d, DroppingConv2d))
     for plain, dropping in kinds if not found else ():
