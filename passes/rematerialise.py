@@ -143,7 +143,7 @@ def choose_budget(
     Returns:
         The budget whose plan simulates fastest, or, without rates, the largest that fits. Only ``KEEP_ALL`` is tried
         where it fits and the step is computation alone, of which recomputing makes more. Where nothing fits, the choice
-        needs least device memory.
+        needs least device memory; what only the host is too small for needs none more.
     """
     with _counted(1):
         first_schedule = schedule_with(KEEP_ALL)
@@ -246,7 +246,7 @@ class _Trial:
         fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: -c.budget)
         if not fitting:
             first, least = self.candidates[0], min(self.candidates, key=lambda c: c.least_nbytes)
-            return least if 0 < least.least_nbytes < first.least_nbytes * (1 - WORTH_REFUSING) else first
+            return least if least.least_nbytes < first.least_nbytes * (1 - WORTH_REFUSING) else first
         best = fitting[0]
         for candidate in fitting[1:]:
             if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):

@@ -78,6 +78,18 @@ def test_where_host_memory_misses_everything_is_kept() -> None:
     assert choice.budget == KEEP_ALL and not any(c.fits for c in choice.candidates)
 
 
+def test_where_the_host_is_too_small_that_is_said_and_no_lack_of_device_memory() -> None:
+    """Kept activations miss device memory too, but with more of it the host would still be too small."""
+
+    def plan_with(schedule: Schedule) -> Plan:
+        return make_fastest_plan(schedule, replace(target(ROOM_NBYTES, CHUNK_NBYTES), rates=RATES)).plan
+
+    choice = choose_budget(lambda b: schedule_with(b, 6 * CHUNK_NBYTES, 1), plan_with, RATES)
+    kept, again = choice.candidates
+    assert kept.least_nbytes > ROOM_NBYTES and again.least_nbytes == 0
+    assert choice.budget == RECOMPUTE_ALL and not (kept.fits or again.fits)
+
+
 @pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.75), (6, 0.5), (12, 0.25), (20, 0.0)])
 def test_without_rates_as_much_is_kept_as_fits(kept_chunks: int, wanted: float) -> None:
     choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_without_rates, None)
