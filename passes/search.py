@@ -116,7 +116,7 @@ class Search:
             yield replace(best.options, chunk_numel=numel, num_resident_states=num_states, keeps_payloads=keeps)
 
     def _divide_exchanges(self, best: Candidate, first: Draft) -> Candidate:
-        """Choose how many segments a resident plan over several ranks has, of the best chunk size or of others."""
+        """Choose how many segments a resident plan over several ranks has, of one chunk size or another."""
         draft = self._drafts[best.options]
         if not draft.is_resident or draft.target.world_size == 1:
             return best

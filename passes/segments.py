@@ -19,7 +19,10 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 
 
 def base_segments(liveness: Liveness, needs: BlockNeeds, cuts: Cuts) -> tuple[BaseSegment, ...]:
-    """Base segments of both graphs by the blocks that operators need; per graph, one begins at each of ``cuts``."""
+    """Base segments of both graphs by the blocks that operators need.
+
+    Per graph, one begins at each operator of ``cuts``.
+    """
     segments: list[BaseSegment] = []
     for which, graph in enumerate(GRAPHS):
         starts = _starts(needs[which], () if cuts is None else cuts[which])

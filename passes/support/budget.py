@@ -46,7 +46,10 @@ class Sizes:
 
 
 def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts, packing: Packing | None = None) -> Demand:
-    """Chunk blocks, base segments and the least arena of ``layout``, which may be that of ``packing`` with homes."""
+    """Chunk blocks, base segments and the least arena of ``layout``.
+
+    ``packing``: of ``layout`` without homes, where it is known.
+    """
     packing = packing or packing_of(layout, liveness)
     blocks, steps = packing.blocks, base_segments(liveness, packing.needs, cuts)
     resident = [layout.chunks[first * layout.world_size].is_resident for first in blocks.first_group]

@@ -201,7 +201,7 @@ class ChunkBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A layout without homes, packed with a look-back of so many groups, and the blocks that operators need in it."""
+    """A layout without homes, packed with a look-back of so many groups; what operators need in it."""
 
     lookback: int
     layout: Layout
@@ -211,7 +211,10 @@ class Packing:
 
 @dataclass(slots=True)
 class Packings:
-    """Packings by chunk size, kept for plans of one request whose options differ in nothing that they depend on."""
+    """Packings by chunk size, kept for the plans of one request.
+
+    Options of these plans differ in what no packing depends on.
+    """
 
     _found: dict[tuple[object, ...], tuple[tuple[object, ...], tuple[Packing, ...]]] = field(default_factory=dict)
 
