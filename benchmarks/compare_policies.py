@@ -5,8 +5,11 @@ one batch size for all. The modelled systems compute every layer again, as their
 what is kept, computed again or moved. A row says which system is the fastest that fits, what of chunkc's step no
 stream's work explains, and how long a step takes whose updates wait for a decision.
 
-    python benchmarks/compare_policies.py --jobs 2            # writes docs/comparison.md, 40 minutes on 2 cores
+    python benchmarks/compare_policies.py --jobs 2            # writes docs/comparison.md, 90 minutes on 2 cores
     python benchmarks/compare_policies.py --hw v100-240g --models gpt-1b gpt-10b --out /tmp/comparison.md
+
+With ``--journal FILE`` rows are kept as they are made, with the commit that made them, and those of the file are not
+made again: a run goes on where one before ended. Begin a new file where the planner has changed.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
+from journal import Journal, records
+from provenance import commit
 from step_bounds import Step
 from tabulate import tabulate
 
@@ -142,6 +147,25 @@ def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> An
     return scenarios.answer(replace(scenario, tracks_grad_norm=True))
 
 
+@dataclass(frozen=True)
+class Line:
+    """What the page says of a row. ``decided_excess``: over the largest bound; None without such a plan."""
+
+    hw: str
+    model: str
+    cells: tuple[str, ...]
+    is_planned: bool
+    is_contested: bool
+    is_fastest: bool
+    decided_excess: float | None
+
+    @classmethod
+    def of(cls, row: Row) -> Line:
+        """The line of ``row``."""
+        excess = None if row.decided is None else row.decided.excess
+        return cls(row.hw, row.model, cells_of(row), row.own is not None, bool(row.others_ms), row.is_fastest, excess)
+
+
 def waits_of(timeline: Timeline) -> str:
     """Where the critical path goes, the longest parts first."""
     parts = {str(s.stream): s.critical_ms for s in timeline.streams} | {OVERHEAD: timeline.overhead_ms}
@@ -185,14 +209,13 @@ HEADINGS: Final = (
 )  # fmt: skip
 
 
-def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
+def page(rows: Sequence[Line], batch: int, sequence: int) -> str:
     """The text of docs/comparison.md."""
-    planned = [row for row in rows if row.own is not None]
-    contested = [row for row in rows if row.others_ms]
+    contested = [row for row in rows if row.is_contested]
     won = [row for row in contested if row.is_fastest]
-    only = [row for row in planned if not row.others_ms]
-    decided = [row.decided for row in rows if row.decided is not None]
-    close = [step for step in decided if step.excess <= DECIDED_ABOVE]
+    only = [row for row in rows if row.is_planned and not row.is_contested]
+    decided = [row.decided_excess for row in rows if row.decided_excess is not None]
+    close = [excess for excess in decided if excess <= DECIDED_ABOVE]
     parts = [
         "# Plans beside other systems",
         "",
@@ -225,21 +248,38 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",
     ]
     for hw in dict.fromkeys(row.hw for row in rows):
-        own = [cells_of(row) for row in rows if row.hw == hw]
+        own = [row.cells for row in rows if row.hw == hw]
         table = tabulate(own, headers=HEADINGS, tablefmt="github", disable_numparse=True)
         parts += ["", f"## {hw}", "", table]
     return "\n".join(parts) + "\n"
 
 
-def rows_of(model: str, machines: Sequence[str], batch: int, sequence: int) -> list[Row]:
-    """One model on all machines; a line for each on the way."""
-    scenarios, found = Scenarios(), list[Row]()  # captures of one model at a time
+def rows_of(model: str, machines: Sequence[str], batch: int, sequence: int, kept: Path | None = None) -> list[Line]:
+    """One model on all machines, but for those that the journal ``kept`` has; a line for each on the way."""
+    scenarios, found = Scenarios(), list[Line]()  # captures of one model at a time
+    known = {} if kept is None else kept_lines(kept, batch, sequence)
     for spelling in machines:
-        began_s = time.perf_counter()
-        found.append(compare(Hardware.of(spelling), model, batch, sequence, scenarios))
+        began_s, hw = time.perf_counter(), Hardware.of(spelling)
+        line = known.get((str(hw), model)) or Line.of(compare(hw, model, batch, sequence, scenarios))
+        found.append(line)
         elapsed_s = time.perf_counter() - began_s
-        print(f"{spelling:22} {' | '.join(cells_of(found[-1]))}  [{elapsed_s:.1f} s]", file=sys.stderr, flush=True)
+        print(f"{spelling:22} {' | '.join(line.cells)}  [{elapsed_s:.1f} s]", file=sys.stderr, flush=True)
+        if kept is not None and (str(hw), model) not in known:
+            keep(kept, line, batch, sequence)
     return found
+
+
+def keep(journal: Path, line: Line, batch: int, sequence: int) -> None:
+    """Write ``line`` into ``journal``, with the commit that made it."""
+    Journal(journal, commit=commit()).write("row", batch=batch, sequence=sequence, **asdict(line))
+
+
+def kept_lines(journal: Path, batch: int, sequence: int) -> dict[tuple[str, str], Line]:
+    """The lines of ``journal`` for these sizes, by machine and model; of equal ones the last."""
+    names, asked = [field.name for field in fields(Line)], (batch, sequence)
+    rows = [r for r in records(journal) if r["kind"] == "row" and (r["batch"], r["sequence"]) == asked]
+    lines = (Line(**{name: row[name] for name in names}) for row in rows)
+    return {(line.hw, line.model): replace(line, cells=tuple(line.cells)) for line in lines}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,9 +290,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
+    parser.add_argument("--journal", type=Path, help="a file that keeps rows, to go on from")
     parser.add_argument("--out", type=Path, default=PAGE)
     args = parser.parse_args(argv)
-    plan = partial(rows_of, machines=args.hw, batch=args.batch, sequence=args.seq)
+    plan = partial(rows_of, machines=args.hw, batch=args.batch, sequence=args.seq, kept=args.journal)
     if args.jobs > 1:
         with ProcessPoolExecutor(args.jobs, get_context("spawn")) as workers:
             found = list(workers.map(plan, args.models))

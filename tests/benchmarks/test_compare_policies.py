@@ -29,7 +29,7 @@ def script() -> Iterator[ModuleType]:
         import compare_policies
 
         yield compare_policies
-        for name in ("compare_policies", "step_bounds"):
+        for name in ("compare_policies", "step_bounds", "journal", "provenance"):
             sys.modules.pop(name, None)
 
 
@@ -114,6 +114,19 @@ def test_a_row_says_what_becomes_of_activations(script: ModuleType, keep: float,
     assert script.activations_of(Answer(scenario, ReportedPlan.of(plan))) == text
     assert script.activations_of(Answer(scenario, ReportedPlan.of(moved))) == f"{text}, 3.00 MiB moved"
     assert script.activations_of(Answer(scenario)) == ""
+
+
+def test_a_run_goes_on_from_the_rows_of_a_journal(script: ModuleType, tmp_path: Path) -> None:
+    machines, journal, out = ["v100-240g", "8xv100-240g"], tmp_path / "rows.jsonl", tmp_path / "page.md"
+    for number, hw in enumerate(machines):
+        row = script.Row(str(Hardware.of(hw)), "gpt-1b", None, f"misses {number} GiB", {"dos": 1.0})
+        script.keep(journal, script.Line.of(row), 8, 1024)
+    arguments = ["--hw", *machines, "--models", "gpt-1b", "--journal", str(journal), "--out", str(out)]
+    assert script.main(arguments) == 1  # another system is faster
+    assert "misses 0 GiB" in out.read_text() and "misses 1 GiB" in out.read_text()
+    assert "There are 2 cases in which another system fits: chunkc's plan is at least as fast in 0." in out.read_text()
+    assert script.kept_lines(journal, 4, 1024) == {}
+    assert len(journal.read_text().splitlines()) == 2
 
 
 @pytest.mark.slow
