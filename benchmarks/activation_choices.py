@@ -243,7 +243,10 @@ class DroppingConv2d(nn.Conv2d):
 
 
 def with_dropout(model: nn.Module) -> nn.Module:
-    """Set dropout where modules or their configuration name it, else in front of linear layers, behind convolutions."""
+    """Set dropout where modules or configurations name it.
+
+    Else it goes in front of linear layers and behind convolutions.
+    """
     found = False
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for owner in (*model.modules(), *configs.values()):
