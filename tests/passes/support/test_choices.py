@@ -1,6 +1,6 @@
 """Choices that are kept: the same plan without a search, from everything that decides it, and from nothing else."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +88,7 @@ def test_ranks_have_one_key() -> None:
     )
 
 
-GOOD = {
-    "chunk_numel": 1, "num_resident_states": 0, "keeps_payloads": False, "streamed_share": 0.0, "num_second_homes": 0,
-    "moved_share": 0.0,
-    "note": "",
-}  # fmt: skip
+GOOD = asdict(Choice.of(replace(OPTIONS, chunk_numel=1), ""))
 
 
 @pytest.mark.parametrize("document", [[], {}, "text", GOOD | {"more": 1}, GOOD | {"chunk_numel": "1"}])
