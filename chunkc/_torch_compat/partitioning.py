@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch.fx
 from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
+
+_NUMBER = re.compile(r"_\d+$")
 
 
 def min_cut_partition(
@@ -31,14 +34,32 @@ def min_cut_partition(
 
 
 def merge_equal(joint: torch.fx.GraphModule) -> None:
-    """Leave out of a joint graph, in place, what nothing needs and what is computed twice."""
+    """Leave out of a joint graph, in place, what nothing needs and what is computed twice; number the rest anew."""
     import torch._functorch.config
     from torch._functorch.compile_utils import fx_graph_cse
 
     joint.graph.eliminate_dead_code()
-    if torch._functorch.config.cse:
-        joint.graph = fx_graph_cse(joint.graph)
+    merged = fx_graph_cse(joint.graph) if torch._functorch.config.cse else joint.graph
+    joint.graph = _numbered_anew(merged)
     joint.recompile()
+
+
+def _numbered_anew(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Return a copy in which equal graphs have equal names: ``mm``, ``mm_1`` and so on, in the order of the calls.
+
+    Tracing numbers calls that are then left out, too. How many there are may depend on what the process has traced
+    before: DTensor of torch 2.11 traces an operator when it first shards it.
+    """
+    copy, made = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = (torch.fx.map_arg(given, made.__getitem__) for given in (node.args, node.kwargs))
+            name = _NUMBER.sub("", node.name)
+            made[node] = copy.create_node(node.op, node.target, args, kwargs, name, node.type)
+            made[node].meta = node.meta
+        else:
+            made[node] = copy.node_copy(node, made.__getitem__)
+    return copy
 
 
 def uncompiled(root: torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
