@@ -34,7 +34,7 @@ def min_cut_partition(
 
 
 def merge_equal(joint: torch.fx.GraphModule) -> None:
-    """Leave out of a joint graph, in place, what nothing needs and what is computed twice; number the rest anew."""
+    """Leave out of a joint graph what nothing needs and what is computed twice; number the rest anew."""
     import torch._functorch.config
     from torch._functorch.compile_utils import fx_graph_cse
 
@@ -45,7 +45,7 @@ def merge_equal(joint: torch.fx.GraphModule) -> None:
 
 
 def _numbered_anew(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Return a copy in which equal graphs have equal names: ``mm``, ``mm_1`` and so on, in the order of the calls.
+    """Return a copy with names in the order of the calls: ``mm``, ``mm_1``; equal graphs have equal names.
 
     Tracing numbers calls that are then left out, too. How many there are may depend on what the process has traced
     before: DTensor of torch 2.11 traces an operator when it first shards it.
