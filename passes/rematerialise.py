@@ -59,6 +59,7 @@ class BudgetCandidate:
     ``step_ms``: the simulated step, zero where no rates are known, infinity where the plan does not fit.
     ``compute_ms``: the computation in the step. ``outcome``: what bounds the step, or what is missing.
     ``least_nbytes``: device memory with which the iteration would be planned, where that is what is missing.
+    ``moved_nbytes``: of saved values that go to the host.
     """
 
     budget: float
@@ -66,6 +67,7 @@ class BudgetCandidate:
     compute_ms: float
     outcome: str
     least_nbytes: int = 0
+    moved_nbytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -242,16 +244,13 @@ class _Trial:
         return (least.compute_ms - most.compute_ms) / (most.budget - least.budget)
 
     def best(self) -> BudgetCandidate:
-        """The fastest candidate by more than the simulator can tell apart, then the largest budget."""
-        fitting = sorted((c for c in self.candidates if c.fits), key=lambda c: -c.budget)
+        """The fastest candidate; of those that the simulator cannot tell apart the one that moves least, keeps most."""
+        fitting = [c for c in self.candidates if c.fits]
         if not fitting:
             first, least = self.candidates[0], min(self.candidates, key=lambda c: c.least_nbytes)
             return least if least.least_nbytes < first.least_nbytes * (1 - WORTH_REFUSING) else first
-        best = fitting[0]
-        for candidate in fitting[1:]:
-            if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):
-                best = candidate
-        return best
+        bar_ms = min(c.step_ms for c in fitting) / (1 - MIN_GAIN)
+        return min((c for c in fitting if c.step_ms <= bar_ms), key=lambda c: (c.moved_nbytes, -c.budget))
 
 
 def _counted(number: int) -> AbstractContextManager[None]:
@@ -271,4 +270,4 @@ def _price(
         return BudgetCandidate(budget, 0.0, 0.0, f"{activations_mib:.0f} MiB of activations")
     cost = price(plan, rates)
     outcome = f"{activations_mib:.0f} MiB of activations, bound by {cost.bound}"
-    return BudgetCandidate(budget, cost.step_ms, cost.compute_ms, outcome)
+    return BudgetCandidate(budget, cost.step_ms, cost.compute_ms, outcome, moved_nbytes=plan.copies_nbytes)

@@ -4,8 +4,8 @@ Larger chunks copy faster, smaller ones overlap better; states in device memory 
 room for payloads. So candidates are planned whole, by the same passes, and simulated on the machine's rates; the least
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
-    passes' own plan -> saved values moved -> states on the device -> chunk size -> second homes, where updates are held
-    -> states again, with a share of the others streamed -> second homes again
+    passes' own plan -> second homes, where updates are held -> saved values moved -> states on the device -> chunk size
+    -> second homes again -> states again, with a share of the others streamed -> second homes again
     -> where everything is resident and ranks exchange: more segments, each of a few chunk sizes
 """
 
@@ -19,6 +19,7 @@ from itertools import accumulate
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
+from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import FLOAT_DTYPES
 from chunkc.ir.tiers import Tier
@@ -49,6 +50,7 @@ class Candidate:
     """One plan that was considered; ``text``: what was varied, ``outcome``: what bounds it or it lacks.
 
     ``step_ms``: simulated; infinity where it does not fit. ``compute_ms``: the compute stream's actions alone.
+    ``updates_ms``: of the step, what it waits for updates on the host.
     """
 
     options: PlanOptions
@@ -56,6 +58,7 @@ class Candidate:
     step_ms: float
     compute_ms: float
     outcome: str
+    updates_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -83,6 +86,7 @@ class Search:
         best = self._price(self.options, "the passes' own choice")
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
+        best = self._fill_second_homes(best)
         best = self._move_saved(best, SHARES)
         best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
@@ -98,7 +102,12 @@ class Search:
         is_decided = self.options.activations != "auto" or bool(self.options.fixed_moves)
         if is_decided or draft.is_resident or not draft.schedule.saved_values():
             return best
-        return self._best_of(best, [replace(best.options, moved_share=min(max(0.0, s), 1.0)) for s in shares])
+        numel = draft.chunk_numel  # kept: a pass would search for it again
+        sized = replace(best.options, chunk_numel=numel)
+        moved = self._best_of(best, [replace(sized, moved_share=min(max(0.0, share), 1.0)) for share in shares])
+        if moved is best:
+            return best
+        return self._best_of(moved, [replace(moved.options, chunk_numel=self.options.chunk_numel)])
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
         """Of every octave of chunk sizes the one that moves least, with as many bytes of states."""
@@ -110,10 +119,12 @@ class Search:
             octaves.setdefault(round(math.log2(numel / chosen)), numel)
         for octave in sorted(octaves, key=lambda o: (abs(o), o)):
             numel = octaves[octave]
-            num_states = best.options.num_resident_states
+            num_states, num_homes = best.options.num_resident_states, best.options.num_second_homes
             num_states = num_states if self._is_placed() else num_states * chosen // numel
+            num_homes = num_homes if self.options.num_second_homes else math.ceil(num_homes * chosen / numel)
             keeps = best.options.keeps_payloads and num_states > 0
-            yield replace(best.options, chunk_numel=numel, num_resident_states=num_states, keeps_payloads=keeps)
+            counts = {"num_resident_states": num_states, "num_second_homes": num_homes}
+            yield replace(best.options, chunk_numel=numel, keeps_payloads=keeps, **counts)
 
     def _divide_exchanges(self, best: Candidate, first: Draft) -> Candidate:
         """Choose how many segments a resident plan over several ranks has, of one chunk size or another."""
@@ -154,21 +165,19 @@ class Search:
         }
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
 
-    def _place_second_homes(self, best: Candidate) -> Candidate:
-        """Choose how many chunks have second homes, where updates are held until backward has ended.
-
-        Tried are all that host memory has room for and parts of them, then numbers around the best.
-        """
-        draft = self._drafts[best.options]
-        is_held = draft.options.tracks_grad_norm or draft.target.runs_inline
-        if not is_held or draft.is_resident or self.options.num_second_homes:
+    def _fill_second_homes(self, best: Candidate) -> Candidate:
+        """Choose between no second homes and all that host memory has room for, as the start for all else."""
+        if not self._decides_second_homes(best):
             return best
-        layout, share = decided(draft.layout, "layout"), best.options.streamed_share
-        chunks = candidates(layout, decided(draft.liveness, "liveness"), share)
-        alone_nbytes = layout.nbytes_in(Tier.HOST) - layout.second_home_nbytes(Tier.HOST)
-        left_nbytes = draft.target.budget_nbytes(Tier.HOST) - alone_nbytes
-        most = most_within(tuple(accumulate(map(layout.second_home_nbytes_of, chunks), initial=0)), left_nbytes)
-        numel = draft.chunk_numel
+        numel = self._drafts[best.options].chunk_numel
+        filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=self._most_homes(best)))
+        return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
+
+    def _place_second_homes(self, best: Candidate) -> Candidate:
+        """Choose how many chunks have second homes: those of the best, and numbers around them."""
+        if not self._decides_second_homes(best):
+            return best
+        most, numel = self._most_homes(best), self._drafts[best.options].chunk_numel
 
         def around(num: int, step: int) -> Iterable[PlanOptions]:
             for more in (step, -step):
@@ -181,17 +190,34 @@ class Search:
             step = max(1, step // 2)
         return best
 
+    def _decides_second_homes(self, best: Candidate) -> bool:
+        """Whether updates are held until backward has ended, and the search decides which begin before."""
+        draft = self._drafts[best.options]
+        is_held = draft.options.tracks_grad_norm or draft.target.runs_inline
+        return is_held and not draft.is_resident and not self.options.num_second_homes
+
+    def _most_homes(self, best: Candidate) -> int:
+        """The second homes that host memory has room for."""
+        draft = self._drafts[best.options]
+        layout = decided(draft.layout, "layout")
+        chunks = candidates(layout, decided(draft.liveness, "liveness"), best.options.streamed_share)
+        alone_nbytes = layout.nbytes_in(Tier.HOST) - layout.second_home_nbytes(Tier.HOST)
+        left_nbytes = draft.target.budget_nbytes(Tier.HOST) - alone_nbytes
+        return most_within(tuple(accumulate(map(layout.second_home_nbytes_of, chunks), initial=0)), left_nbytes)
+
     def _vary_counts(self, best: Candidate, *, with_shares: bool) -> Candidate:
         """Vary the count of resident states around ``best`` (pattern search: Hooke and Jeeves, 1961).
 
-        ``with_shares``: vary the share of streamed states too, alone and against the count. Steps begin with half of
-        the states that fit and with the share that keeps host and link busy alike; they are halved where none gains.
+        ``with_shares``: vary the share of streamed states too, alone and against the count, where the step waits for
+        updates on the host. Steps begin with half of the states that fit and with the share that keeps host and link
+        busy alike; they are halved where none gains.
         """
         draft = self._drafts[best.options]
         if not self._decides_homes(draft):
             return best
         most, numel = max(_margins(draft)), draft.chunk_numel
-        count, share = max(1, most // 2), self.balanced_share() if with_shares else 0.0
+        waits = best.updates_ms >= best.step_ms * MIN_GAIN
+        count, share = max(1, most // 2), self.balanced_share() if with_shares and waits else 0.0
         may_keep = draft.target.world_size == 1
 
         def around(options: PlanOptions) -> Iterable[PlanOptions]:
@@ -248,7 +274,8 @@ class Search:
             cost = price(plan, self.rates)
             self._num_actions += cost.num_actions
             text += ", their payloads too" if _keeps_payloads(draft) else ""
-            candidate = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}")
+            updates_ms = cost.critical_ms.get(str(Stream.CPU), 0.0)
+            candidate = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}", updates_ms)
         self.tried.append(candidate)
         return candidate
 

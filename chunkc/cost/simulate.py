@@ -14,6 +14,7 @@ several. The user's own code between the programs, and eager operators, take no 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -130,12 +131,20 @@ def simulate_script(script: Script, facts: Facts, rates: CostRates) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Step time and bound of a `Timeline`, the compute stream's actions alone, and actions simulated."""
+    """Step time and critical path of a `Timeline`, the compute stream's actions alone, and actions simulated.
+
+    ``critical_ms``: by stream, that of launches and hand-offs besides.
+    """
 
     step_ms: float
     compute_ms: float
-    bound: str
+    critical_ms: Mapping[str, float]
     num_actions: int
+
+    @property
+    def bound(self) -> str:
+        """The stream with most of the critical path."""
+        return str(max(self.critical_ms, key=self.critical_ms.__getitem__))
 
 
 def price(plan: Plan, rates: CostRates) -> Price:
@@ -152,7 +161,7 @@ def price(plan: Plan, rates: CostRates) -> Price:
     return Price(
         step_ms=most.step_ms + more * (most.step_ms - fewer.step_ms),
         compute_ms=most.compute_ms + more * (most.compute_ms - fewer.compute_ms),
-        bound=most.bound,
+        critical_ms=most.critical_ms,
         num_actions=most.num_actions + fewer.num_actions,
     )
 
@@ -162,7 +171,7 @@ def _price(plan: Plan, rates: CostRates) -> Price:
     step_ms, _ = _period(run)
     path = critical_path(run.engine, run.tasks(run.num_done - 1), 2 * step_ms, step_ms)
     compute_ms = sum(c.alone_ms for c in run.script.costs if c.use.stream is Stream.COMPUTE)
-    return Price(step_ms, compute_ms, str(max(path, key=path.__getitem__)), len(run.engine.tasks))
+    return Price(step_ms, compute_ms, path, len(run.engine.tasks))
 
 
 def _steady(script: Script, rates: CostRates) -> Run:

@@ -1,6 +1,7 @@
 """The choice of an activation budget: what is tried, what wins, and when trying stops."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from schedules import chain, target
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.files import KeptDocuments
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import MovedValue, Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import PlanOptions, make_fastest_plan, rematerialise
 from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL, BudgetChoice, KeptFirst, choose_budget
@@ -56,6 +57,24 @@ def test_they_are_kept_where_computing_again_takes_longer_than_copying() -> None
     budget, tried, step_ms = choose(CHUNK_NBYTES, extra_units=10_000)
     assert budget == KEEP_ALL and tried[:4] == [KEEP_ALL, RECOMPUTE_ALL, 0.5, 0.75]
     assert step_ms[0] == min(step_ms)
+
+
+def test_of_steps_that_are_as_long_the_one_that_moves_least_is_taken() -> None:
+    moved = MovedValue(index=0, nbytes=1, made_by=0, used_until=0, read_by=(0, 0))
+
+    def choose_where(moving: Sequence[float]) -> float:
+        schedules = {budget: schedule_with(budget, 400, extra_units=0) for budget in (0.0, 0.25, 0.5, 0.75, 1.0)}
+        moves = {schedules[budget].digest() for budget in moving}
+
+        def plan_with(schedule: Schedule) -> Plan:
+            return replace(plan_of(schedule), moves=(moved,) if schedule.digest() in moves else ())
+
+        return choose_budget(lambda b: schedules[b], plan_with, RATES).budget
+
+    assert choose_where([]) == KEEP_ALL
+    assert choose_where([KEEP_ALL]) == 0.75
+    assert choose_where([KEEP_ALL, 0.75, 0.25]) == 0.5
+    assert choose_where([*rematerialise.BUDGETS, KEEP_ALL]) == KEEP_ALL
 
 
 def test_a_model_that_fits_with_recomputation_only_is_planned_with_it() -> None:

@@ -189,6 +189,25 @@ def test_a_large_model_stops_the_search() -> None:
     assert len(search.tried) == 1
 
 
+def test_of_a_large_model_whose_updates_are_held_second_homes_are_tried_all_the_same() -> None:
+    known = slow_host(16e-6)
+    found = make_fastest_plan(
+        working_chain(), machine(known, TIGHT), PlanOptions(chunk_numel=NUMEL, tracks_grad_norm=True), max_actions=1
+    )
+    assert [c.options.num_second_homes for c in found.candidates] == [0, LAYERS]
+    assert sum(c.has_second_home for c in found.plan.layout.chunks) == LAYERS
+    assert found.candidates[1].step_ms < 0.9 * found.candidates[0].step_ms
+
+
+def test_a_share_of_the_states_is_streamed_only_where_the_step_waits_for_updates() -> None:
+    known, wanted = by_latency(3000.0), PlanOptions(chunk_numel=NUMEL)
+    found = make_fastest_plan(working_chain(), machine(known, TIGHT), wanted)
+    assert len(found.candidates) > 1 and {c.options.streamed_share for c in found.candidates} == {0.0}
+    waiting = make_fastest_plan(working_chain(), machine(slow_host(16e-6), TIGHT), wanted)
+    assert max(c.updates_ms for c in waiting.candidates) > 0
+    assert max(c.options.streamed_share for c in waiting.candidates) > 0
+
+
 # --- where optimizer states are updated -------------------------------------------------------------------------------
 
 
