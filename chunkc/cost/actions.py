@@ -60,6 +60,8 @@ class ActionCosts:
         self._segments = {s.name: s for s in plan.segments}
         self._value_nbytes = {value.target: value.nbytes for value in plan.moves}
         self._begun = {a.target for p in plan.programs for a in p.actions if a.op is Op.BEGIN}
+        self._uses: dict[tuple[Stream, str], Use] = {}
+        self._landed: dict[str, dict[int, list[int]]] = {}
         self._makers: dict[Op, Callable[[Action], tuple[float, int, int]]] = {
             Op.RUN: self._run,
             Op.STASH: self._stash,
@@ -86,7 +88,7 @@ class ActionCosts:
         launch_ms = (rates.compute_launch_us if is_compute else rates.copy_launch_us) * 1e-3
         maker = self._makers.get(action.op)
         if maker is None:
-            return Cost(0.0, Use(action.stream), launch_ms)
+            return Cost(0.0, self._use_of(action.stream, ""), launch_ms)
         alone_ms, nbytes, num_kernels = maker(action)
         kernels_ms = num_kernels * rates.kernel_launch_us * 1e-3
         if rates.runs_inline:
@@ -95,10 +97,15 @@ class ActionCosts:
 
     def _use(self, action: Action) -> Use:
         if action.op is Op.NORM:
-            return Use(action.stream)
-        on_host = action.stream is Stream.CPU
-        dtype = self._chunk(action).dtype if on_host else "float32"
-        return stream_use(action.stream, self._rates, dtype, self._layout.state_spec)
+            return self._use_of(action.stream, "")
+        return self._use_of(action.stream, self._chunk(action).dtype if action.stream is Stream.CPU else "float32")
+
+    def _use_of(self, stream: Stream, dtype: str) -> Use:
+        """One object for equal uses, by which speeds are found again; of no resources without a dtype."""
+        if (stream, dtype) not in self._uses:
+            states = self._layout.state_spec
+            self._uses[stream, dtype] = stream_use(stream, self._rates, dtype, states) if dtype else Use(stream)
+        return self._uses[stream, dtype]
 
     def _chunk(self, action: Action) -> Chunk:
         return self._layout.chunks[action.index]
@@ -112,12 +119,19 @@ class ActionCosts:
     def _stash(self, action: Action) -> tuple[float, int, int]:
         """A copy within device memory of each gradient's part in the chunk; a sum reads what stands there too."""
         chunk = self._chunk(action)
-        mapped = chunk.index if chunk.partner is None else chunk.partner
-        lands = self._segments[action.source or ""].lands
-        parts = [part for p in lands for index, part in self._layout.parts_of(p) if index == mapped]
+        parts = self._landed_in(chunk.index if chunk.partner is None else chunk.partner, action.source or "")
         nbytes = sum(parts) * DTYPE_NBYTES[chunk.dtype]
         touched_nbytes = nbytes * (3 if action.op is Op.ADD else 2)
         return memory_ms(touched_nbytes, self._rates), nbytes, sum(1 for numel in parts if numel)
+
+    def _landed_in(self, chunk: int, segment: str) -> list[int]:
+        """Elements of each gradient of ``segment`` that land in ``chunk``."""
+        if segment not in self._landed:
+            landed = self._landed[segment] = dict[int, list[int]]()
+            for param in self._segments[segment].lands:
+                for index, numel in self._layout.parts_of(param):
+                    landed.setdefault(index, []).append(numel)
+        return self._landed[segment].get(chunk, [])
 
     def _copy(self, action: Action) -> tuple[float, int, int]:
         nbytes = self._layout.moved_nbytes(action)

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from chunkc.cost.actions import Cost
-from chunkc.cost.sharing import Sharing
+from chunkc.cost.sharing import Sharing, Use
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Stream
 
@@ -66,6 +66,7 @@ class Engine:
     _last: dict[Stream, Task] = field(default_factory=dict)
     _ready_ms: dict[Stream, float] = field(default_factory=dict)  # of the next task, once that is known
     _blocker: dict[Stream, int] = field(default_factory=dict)  # a task that the next one waits for
+    _speeds: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)  # by identities of uses
 
     def add(self, name: str, cost: Cost, waits: tuple[int, ...], issue_after: tuple[int, ...] = ()) -> int:
         """One more task behind all others; its number."""
@@ -92,7 +93,7 @@ class Engine:
             blockers = task.issue_after
             if self.runs_inline and before is not None and before.stream is Stream.COMPUTE:
                 blockers = (*blockers, before.number)
-            if not all(self._is_done(number) for number in blockers):
+            if blockers and not all(self._is_done(number) for number in blockers):
                 return
             task.host_cause = None if before is None else before.host_cause
             for number in blockers:
@@ -139,7 +140,7 @@ class Engine:
     def _advance(self) -> list[Task]:
         """To the next event; the tasks that are complete then."""
         running = list(self._running.items())
-        speeds = self.sharing.speeds(tuple(task.cost.use for _, (task, _) in running))
+        speeds = self._speeds_of([task.cost.use for _, (task, _) in running])
         ends = [self._end(task, left, speed) for (_, (task, left)), speed in zip(running, speeds, strict=True)]
         starts = [self._ready(s, q[0]) for s, q in self._queues.items() if q and s not in self._running]
         next_ms = min((*ends, *starts), default=math.inf)
@@ -161,6 +162,14 @@ class Engine:
             else:
                 self._running[stream] = (task, max(0.0, left_ms))
         return finished
+
+    def _speeds_of(self, uses: list[Use]) -> tuple[float, ...]:
+        """Those of the sharing law; of equal uses that are one object, found once."""
+        key = tuple(map(id, uses))  # none ends before the tasks do, which are kept
+        found = self._speeds.get(key)
+        if found is None:
+            found = self._speeds[key] = self.sharing.speeds(tuple(uses))
+        return found
 
     def _end(self, task: Task, left_ms: float, speed: float) -> float:
         """When the task's work is done at this speed, or, if it is, when the host has launched all of it."""

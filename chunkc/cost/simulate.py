@@ -194,8 +194,10 @@ class Run:
     _last_compute: list[int] = field(default_factory=list)
     _updates: dict[int, int] = field(default_factory=dict)  # task -> the update on the host that it needs in the end
     _tails: dict[Stream, int] = field(default_factory=dict)
+    _names: list[tuple[str, str]] = field(init=False)  # of an action's end, to wait for, and of the action
 
     def __post_init__(self) -> None:
+        self._names = [(label.rpartition(":")[2], f"{label} {text}") for label, _, text in self.script.names]
         rates = self.rates
         self.engine = Engine(rates.sharing, rates.handoff_us * 1e-3, rates.runs_inline)
 
@@ -212,12 +214,12 @@ class Run:
         if self.script.joins_streams:
             before = list(range(max(0, first - len(self.script.costs)), first))
         last_compute = None
-        facts = zip(self.script.names, self.script.costs, self.script.waits, strict=True)
-        for number, ((label, _, text), cost, labels) in enumerate(facts, start=first):
+        facts = zip(self._names, self.script.costs, self.script.waits, strict=True)
+        for number, ((event, name), cost, labels) in enumerate(facts, start=first):
             waits = {self._events[name] for name in labels if name in self._events}
             after = (*before, *self._held_back(number, cost.use.stream, waits))
-            self.engine.add(f"{label} {text}", cost, tuple(sorted(waits)), after)
-            self._events[label.rpartition(":")[2]] = number
+            self.engine.add(name, cost, tuple(sorted(waits)), after)
+            self._events[event] = number
             before = []
             last_compute = number if cost.use.stream is Stream.COMPUTE else last_compute
         if last_compute is not None:

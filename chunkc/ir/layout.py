@@ -192,7 +192,7 @@ class Layout:
 
     def lines(self) -> list[str]:
         """All that ranks which share groups must have alike, one fact a line."""
-        replicas = "" if self.num_replicas == 1 else f" on each of {self.num_replicas} nodes"
+        replicas = "" if self.num_replicas == 1 else f" in each of {self.num_replicas} replicas"
         lines = [f"{self.world_size} ranks{replicas}, chunks of {self.chunk_numel} elements, {self.state_spec}"]
         for p in self.placements:
             name = self.params[p.param].name

@@ -214,7 +214,7 @@ def test_nodes_that_have_all_of_the_model_data(tiny: str, capsys: pytest.Capture
     assert tokens[0] == pytest.approx(tokens[1])
     shapes = [(plan.layout.world_size, plan.layout.num_replicas) for plan in plans]
     assert shapes == [(8, 1), (2, 4)]
-    assert "rank 0 of 2 on each of 4 nodes" in str(plans[1])
+    assert "rank 0 of 2 in each of 4 replicas" in str(plans[1])
     assert main(["plan", *command[:-1], "--shard", "node"]) == 0
     assert "8 ranks, sharded within nodes" in out_of(capsys).splitlines()[0]
 

@@ -14,9 +14,9 @@ from child_environment import environment
 
 SCRIPT = Path(weights_memory.__file__)
 MIB = 1 << 20
-WORKING_NBYTES = 256 * MIB
-"""What torch.compile imports and builds for one graph, and what malloc keeps of operators' temporaries: about 100 MiB
-each when this was written."""
+WORKING_NBYTES = 320 * MIB
+"""What torch.compile imports and builds for one graph, and what malloc keeps of operators' temporaries: 200 to 285 MiB
+in 15 runs on torch 2.13 and 2.15. One more copy of the model would take 210."""
 READING_NBYTES = 24 * MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
