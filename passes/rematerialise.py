@@ -244,7 +244,7 @@ class _Trial:
         return (least.compute_ms - most.compute_ms) / (most.budget - least.budget)
 
     def best(self) -> BudgetCandidate:
-        """The fastest candidate; of those that the simulator cannot tell apart the one that moves least, keeps most."""
+        """The fastest candidate; of those that are as fast the one that moves least, then keeps most."""
         fitting = [c for c in self.candidates if c.fits]
         if not fitting:
             first, least = self.candidates[0], min(self.candidates, key=lambda c: c.least_nbytes)

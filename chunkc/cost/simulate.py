@@ -131,9 +131,10 @@ def simulate_script(script: Script, facts: Facts, rates: CostRates) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Step time and critical path of a `Timeline`, the compute stream's actions alone, and actions simulated.
+    """Step time and critical path of a `Timeline`.
 
-    ``critical_ms``: by stream, that of launches and hand-offs besides.
+    ``compute_ms``: the compute stream's actions alone. ``critical_ms``: by stream, that of launches and hand-offs
+    besides. ``num_actions``: simulated.
     """
 
     step_ms: float

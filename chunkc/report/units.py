@@ -58,7 +58,7 @@ def repeated(plan: Plan) -> str:
 
 
 def replicas_of(plan: Plan) -> str:
-    """Text behind the ranks of a plan: their mesh, or the replicas of the model that have as many; else empty."""
+    """Text behind the ranks of a plan: their mesh, or the replicas that have as many; else empty."""
     if plan.mesh:
         return f", mesh {mesh_text(plan)}"
     return "" if plan.layout.num_replicas == 1 else f" in each of {plan.layout.num_replicas} replicas"
