@@ -123,8 +123,8 @@ class Search:
             num_states = num_states if self._is_placed() else num_states * chosen // numel
             num_homes = num_homes if self.options.num_second_homes else math.ceil(num_homes * chosen / numel)
             keeps = best.options.keeps_payloads and num_states > 0
-            counts = {"num_resident_states": num_states, "num_second_homes": num_homes}
-            yield replace(best.options, chunk_numel=numel, keeps_payloads=keeps, **counts)
+            sized = replace(best.options, chunk_numel=numel, num_second_homes=num_homes)
+            yield replace(sized, num_resident_states=num_states, keeps_payloads=keeps)
 
     def _divide_exchanges(self, best: Candidate, first: Draft) -> Candidate:
         """Choose how many segments a resident plan over several ranks has, of one chunk size or another."""
