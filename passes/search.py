@@ -36,7 +36,7 @@ SCREENING_ACTIONS = 60_000
 NUM_SCALES = 5
 """Widths of a step from one count or share to another, each half of the one before, for counts at least 1."""
 SHARES = (1.0, 0.5, 0.25)
-"""Of layers whose saved values move, tried before all else, since they decide how much room that has."""
+"""Of layers whose saved values move, tried before states, since they decide how much room those have."""
 EXCHANGES = (16, 32)
 """Segments of a resident plan's graph between which ranks exchange, tried while each is `WORTH_SEGMENTS`."""
 WORTH_SEGMENTS = 0.01
@@ -169,8 +169,10 @@ class Search:
         """Choose between no second homes and all that host memory has room for, as the start for all else."""
         if not self._decides_second_homes(best):
             return best
-        numel = self._drafts[best.options].chunk_numel
-        filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=self._most_homes(best)))
+        numel, most = self._drafts[best.options].chunk_numel, self._most_homes(best)
+        if not most:
+            return best
+        filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=most))
         return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
 
     def _place_second_homes(self, best: Candidate) -> Candidate:

@@ -165,7 +165,7 @@ class Engine:
 
     def _speeds_of(self, uses: list[Use]) -> tuple[float, ...]:
         """Those of the sharing law; of equal uses that are one object, found once."""
-        key = tuple(map(id, uses))  # none ends before the tasks do, which are kept
+        key = tuple(map(id, uses))  # tasks keep their uses, so no other object gets the identity of one
         found = self._speeds.get(key)
         if found is None:
             found = self._speeds[key] = self.sharing.speeds(tuple(uses))
