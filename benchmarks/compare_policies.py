@@ -139,12 +139,18 @@ def slowest(first: Answer, scenarios: Scenarios) -> Answer:
 
 
 def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> Answer:
-    """Plan ``first`` with a decision: the same layers are computed again, others if those do not fit."""
-    if first.fits and first.scenario is not None:
-        decided = scenarios.answer(replace(first.scenario, tracks_grad_norm=True))
-        if decided.fits:
-            return decided
-    return scenarios.answer(replace(scenario, tracks_grad_norm=True))
+    """Plan ``first`` with a decision: the same layers are computed again, or others where those fit or are faster."""
+    anew = replace(scenario, tracks_grad_norm=True)
+    if first.scenario is None or not first.fits:
+        return scenarios.answer(anew)
+    same = scenarios.answer(replace(first.scenario, tracks_grad_norm=True))
+    step = step_of(same, scenario.hw)
+    if same.fits and (step is None or step.excess <= DECIDED_ABOVE):
+        return same
+    other = scenarios.answer(anew)
+    if step is None or other.timeline is None:
+        return other if other.fits else same
+    return other if other.timeline.step_ms < step.timeline.step_ms else same
 
 
 @dataclass(frozen=True)
@@ -232,6 +238,7 @@ def page(rows: Sequence[Line], batch: int, sequence: int) -> str:
         "a decision; *with a decision* is the same run with clipping, and in fp16 with loss scaling (the first rank):",
         "no update is permitted until backward has ended. Where host memory has room for second homes, updates begin",
         "before that, and are committed, as in steps that clip nothing. `chunkc plan` counts the loss scaling of fp16.",
+        "The same layers are computed again as without a decision, or others, where that is faster.",
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",

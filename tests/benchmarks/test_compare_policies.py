@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from costs import RATES, with_work
@@ -91,6 +92,27 @@ def test_the_same_layers_are_computed_again_with_a_decision_where_that_fits(scri
     found = script.with_decision(Answer(scenario.keeping(0.25), plan), scenario, Deciding())
     assert found.fits
     assert asked == [(Recompute.PARTIAL, True), (Recompute.AUTO, True)][: 1 if fits else 2]
+
+
+@pytest.mark.parametrize(("excess", "other_ms", "taken_ms"), [(0.05, 8.0, 10.0), (0.2, 8.0, 8.0), (0.2, 12.0, 10.0)])
+def test_where_a_decision_costs_much_other_layers_are_tried(
+    script: ModuleType, excess: float, other_ms: float, taken_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ReportedPlan.of(planned(chain(4), target(2048)).plan)
+    timeline = simulate_with(plan, RATES)
+
+    class Deciding(Scenarios):
+        def answer(self, scenario: Scenario) -> Answer:
+            step_ms = other_ms if scenario.recompute is Recompute.AUTO else 10.0
+            return Answer(scenario, plan, timeline=replace(timeline, step_ms=step_ms))
+
+    def step_of(answer: Answer, hw: Hardware) -> Any:
+        return script.Step(answer.timeline, {"compute": answer.timeline.step_ms / (1 + excess)})
+
+    monkeypatch.setattr(script, "step_of", step_of)
+    scenario = Scenario(built_in("gpt-1b"), Hardware.parse("v100-240g"), 1, 8, tracks_grad_norm=False)
+    found = script.with_decision(Answer(scenario.keeping(0.25), plan), scenario, Deciding())
+    assert found.timeline.step_ms == taken_ms
 
 
 @pytest.mark.parametrize(("gpu_nbytes", "host_nbytes", "kind"), [(1, 1 << 30, "device"), (2048, 1, "host")])
