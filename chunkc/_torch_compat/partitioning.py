@@ -47,8 +47,8 @@ def merge_equal(joint: torch.fx.GraphModule) -> None:
 def _numbered_anew(graph: torch.fx.Graph) -> torch.fx.Graph:
     """Return a copy with names in the order of the calls: ``mm``, ``mm_1``; equal graphs have equal names.
 
-    Tracing numbers calls that are then left out, too. How many there are may depend on what the process has traced
-    before: DTensor of torch 2.11 traces an operator when it first shards it.
+    Tracing gives numbers also to calls that are left out later. How many those are may depend on what the process has
+    traced before: DTensor of torch 2.11 traces an operator when it first shards it.
     """
     copy, made = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     for node in graph.nodes:
