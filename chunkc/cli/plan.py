@@ -10,6 +10,7 @@ import time
 
 from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
+from chunkc.cli.meshes import AUTO, Candidate, best_of, candidates, render
 from chunkc.cli.options import output_path, save
 from chunkc.cli.output import show, tell
 from chunkc.cli.screen import answer_json, render_answer
@@ -19,11 +20,15 @@ from chunkc.cli.subjects import (
     add_training_options,
     answer_of,
     fake_ranks,
+    quietly,
+    scenario_of,
     title_of,
+    transformer_of,
 )
+from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
-from chunkc.scenarios.scenario import Scenarios
+from chunkc.scenarios.scenario import Answer, Scenarios
 
 HELP = "plan a model for hardware that need not be here; nothing runs"
 
@@ -46,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; a model that does not fit is an answer (exit code 1), not an error."""
+    if args.mesh == AUTO and Hardware.of(args.hw).num_ranks(args.world_size) == 1:
+        args.mesh = None
     with fake_ranks(args):
         return _run(args)
 
@@ -53,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     began_s = time.perf_counter()
     hw, scenarios = Hardware.of(args.hw), Scenarios(tell)
-    answer = answer_of(args, scenarios)
+    answer, tried = _fastest(args, scenarios) if args.mesh == AUTO else (answer_of(args, scenarios), [])
     if answer.plan is not None:
         if args.save:
             save(answer.plan, args.save)
@@ -66,10 +73,27 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         advice = () if args.no_advice else Adviser(scenarios, answer, began_s).advice()
     if args.json:
-        show(json.dumps(answer_json(answer, hw, advice)))
+        meshes = {"meshes": [candidate.to_json() for candidate in tried]} if tried else {}
+        show(json.dumps(answer_json(answer, hw, advice) | meshes))
     else:
+        if tried:
+            show(f"{render(tried, best_of(tried))}\n")
         show(render_answer(answer, hw, advice, title_of(args, answer), _where(args, answer.plan)))
     return 0 if answer.fits else 1
+
+
+def _fastest(args: argparse.Namespace, scenarios: Scenarios) -> tuple[Answer, list[Candidate]]:
+    """The answer of the fastest mesh, and all that were tried."""
+    model = transformer_of(args.model)
+    if model is None or args.shard != "all":
+        beside = "--shard" if model is not None else f"{args.model}, a function, which parallelises its model itself"
+        raise ChunkcError(f"--mesh auto is for built-in models and config.json, and not beside {beside}")
+    with quietly():
+        tried = candidates(scenario_of(args, model), scenarios)
+    best = best_of(tried)
+    if best.answer is None:
+        raise ChunkcError(best.refusal)
+    return best.answer, tried
 
 
 def _where(args: argparse.Namespace, plan: Plan | None) -> str:

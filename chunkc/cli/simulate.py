@@ -6,6 +6,7 @@ import argparse
 import json
 
 from chunkc.cli import pictures
+from chunkc.cli.meshes import AUTO
 from chunkc.cli.options import load_plan
 from chunkc.cli.output import show, tell
 from chunkc.cli.subjects import (
@@ -61,6 +62,8 @@ def _of_file(args: argparse.Namespace) -> tuple[Plan, Timeline]:
 def _of_model(args: argparse.Namespace) -> tuple[Plan, Timeline] | None:
     """None where it does not fit, as standard error then says."""
     args.hw = "auto" if args.hw is None else args.hw
+    if args.mesh == AUTO:
+        raise ChunkcError("--mesh auto is of `chunkc plan`, which names the mesh that it has chosen: give that")
     with fake_ranks(args):
         answer = answer_of(args, Scenarios(tell))
     if answer.plan is None:

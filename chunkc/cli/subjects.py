@@ -55,7 +55,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="NAME=N,...",
-        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, tp (default: as --shard says)",
+        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, tp; auto, of `chunkc plan`: the "
+        "fastest, where --batch is that of a rank (default: as --shard says)",
     )
     parser.add_argument(
         "--shard",
@@ -148,7 +149,7 @@ def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
     Raises:
         ChunkcError: when it cannot be planned for another reason than memory.
     """
-    with contextlib.redirect_stdout(sys.stderr), _without_torch_errors():
+    with quietly():
         model = transformer_of(args.model)
         answer = _of_function(args) if model is None else scenarios.answer(scenario_of(args, model))
     if answer.shortage is not None:
@@ -157,13 +158,17 @@ def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
 
 
 @contextlib.contextmanager
-def _without_torch_errors() -> Iterator[None]:
-    """Keep torch from logging the traceback of an untraceable operator, which the error names anyway."""
+def quietly() -> Iterator[None]:
+    """Send what the user's code prints to standard error, and keep torch from logging tracebacks.
+
+    Within the block; torch logs one of an operator that it cannot trace, which the error names anyway.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         logger.setLevel(level)
 

@@ -19,6 +19,7 @@ from chunkc.scenarios.models import parallelise
 HW = "8xa100-40g-1024g"
 MESH = "dp_shard=4,tp=2"
 QUICK = ("--no-advice", "--activations", "keep")
+OPT_CONFIG = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 4}
 FUNCTION = """
 import torch
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -34,9 +35,12 @@ def build():
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama").mkdir()
-    config = {**TINY_LLAMA.config, "architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    for name, config, architecture in (
+        ("llama", TINY_LLAMA.config, "LlamaForCausalLM"),
+        ("opt", OPT_CONFIG, "OPTForCausalLM"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
     return tmp_path
 
 
@@ -74,7 +78,7 @@ def test_a_function_parallelises_its_model_itself(folder: Path, capsys: pytest.C
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {
-    "no plan": (["gpt-0.7b", "--mesh", "dp_shard=2,tp=4"], "gpt-0.7b has no parallel plan"),
+    "no plan": (["opt/config.json", "--mesh", "dp_shard=2,tp=4"], "opt has no parallel plan"),
     "heads": (["llama/config.json", "--mesh", "dp_shard=2,tp=4"], "tp=4 does not divide the 2 of num_key_value_heads"),
     "ranks": (
         ["llama/config.json", "--mesh", "dp_shard=2,tp=2"],

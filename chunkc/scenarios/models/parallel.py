@@ -1,8 +1,11 @@
 """Parallel plans of transformers models: which layers ranks along ``tp`` divide, in torch's styles.
 
 transformers has the plan of an architecture beside its code, by names of modules in which ``*`` is the number of a
-layer. It has none for BERT, whose plan stands here. GPT-2 cannot have one: its attention keeps queries, keys and values
-side by side in one matrix, of which a rank needs a part of each, not a part of the whole.
+layer. It has none for BERT and GPT-2, whose plans stand here.
+
+GPT-2's attention keeps queries, keys and values side by side in the columns of one matrix. A rank takes the columns
+that it has for those of its own heads: the matrix is one whose columns are ordered by rank, as Megatron-LM keeps it. So
+a plan holds for transformers' GPT-2, and weights of a checkpoint would have to be reordered.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import nn
 from chunkc.errors import ChunkcError
 
 _BERT_LAYER: Final = "bert.encoder.layer.*."
+_GPT_LAYER: Final = "transformer.h.*."
 _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "bert": {
@@ -24,12 +28,22 @@ _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             f"{_BERT_LAYER}attention.output.dense": "rowwise",
             f"{_BERT_LAYER}intermediate.dense": "colwise",
             f"{_BERT_LAYER}output.dense": "rowwise",
-        }
+        },
+        "gpt2": {
+            "transformer.wte": "embedding_rowwise",
+            f"{_GPT_LAYER}attn.c_attn": "conv1d_columns",
+            f"{_GPT_LAYER}attn.c_proj": "conv1d_rows",
+            f"{_GPT_LAYER}mlp.c_fc": "conv1d_columns",
+            f"{_GPT_LAYER}mlp.c_proj": "conv1d_rows",
+            "lm_head": "colwise_gather_output",
+        },
     }
 )
 _ACROSS_VOCABULARY: Final = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 """Styles that divide the vocabulary, between whole inputs and outputs: layers may do without."""
 _HEADS: Final = ("num_attention_heads", "num_key_value_heads")
+_COUNTS_OF_A_RANK: Final[Mapping[str, str]] = MappingProxyType({"gpt2": "split_size"})
+"""The attribute of modules that counts outputs of one rank: GPT-2's attention splits its own columns in three."""
 
 
 def parallelise(model: nn.Module, label: str, line: Any) -> None:
@@ -51,6 +65,10 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
     parallel = importlib.import_module("torch.distributed.tensor.parallel")
     parallel.parallelize_module(model, line, styles)
     _tie(label, tied)
+    counted = _COUNTS_OF_A_RANK.get(str(config.model_type))
+    for module in model.modules():
+        if counted is not None and hasattr(module, counted):
+            setattr(module, counted, getattr(module, counted) // size)
 
 
 def _plan_of(model: Any, label: str) -> Mapping[str, str]:
@@ -60,13 +78,16 @@ def _plan_of(model: Any, label: str) -> Mapping[str, str]:
     plan = _OWN.get(kind) or getattr(model, "_tp_plan", None)
     plan = plan or {f"{model.base_model_prefix}.{name}": style for name, style in base.items()}
     if plan and (base or kind in _OWN):
-        return dict(plan)
-    why = " (its attention keeps queries, keys and values in one matrix)" if kind == "gpt2" else ""
+        return {name: style for name, style in plan.items() if "*" in name or _has(model, name)}
     raise ChunkcError(
-        f"{label} has no parallel plan by which ranks along tp could divide it{why}. There is one for the built-in "
-        f"{', '.join(_OWN)}, and for a config.json where transformers has one of linear layers (llama, mistral, qwen2, "
-        "gemma and others); a module:function parallelises its model itself"
+        f"{label} has no parallel plan by which ranks along tp could divide it. There is one for {', '.join(_OWN)}, "
+        "and where transformers has one of linear layers (llama, mistral, qwen2, gemma and others); a module:function "
+        "parallelises its model itself"
     )
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    return any(found == name for found, _ in model.named_modules(remove_duplicate=False))
 
 
 def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[str, Any]:
@@ -79,6 +100,8 @@ def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[st
         "embedding_rowwise": lambda: parallel.RowwiseParallel(input_layouts=whole),
         "colwise_gather_output": lambda: parallel.ColwiseParallel(output_layouts=whole),
         "colwise_rep": lambda: parallel.ColwiseParallel(output_layouts=whole),
+        "conv1d_columns": lambda: _conv1d_styles().Conv1DColumns(),
+        "conv1d_rows": lambda: _conv1d_styles().Conv1DRows(),
     }
     unknown = [f"{name} ({style})" for name, style in plan.items() if style not in makers]
     if unknown:
@@ -88,6 +111,10 @@ def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[st
         )
     kept = {name: style for name, style in plan.items() if is_divided or style not in _ACROSS_VOCABULARY}
     return {name: makers[style]() for name, style in kept.items()}
+
+
+def _conv1d_styles() -> Any:
+    return importlib.import_module("chunkc.scenarios.models.conv1d_styles")
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -16,8 +16,16 @@ from torch import nn
 from chunkc._torch_compat.fake_job import fake_job, first_line
 from chunkc.errors import ChunkcError
 from chunkc.scenarios.models import Transformer, parallelise
+from chunkc.scenarios.models.transformer import Head
 
 __all__ = ["two_ranks"]
+
+TINY_OPT = Transformer(
+    "opt-tiny",
+    {"model_type": "opt", "vocab_size": 101, "max_position_embeddings": 16, "num_hidden_layers": 2, "ffn_dim": 64}
+    | {"hidden_size": 32, "word_embed_proj_dim": 32, "num_attention_heads": 2},
+    Head.CAUSAL,
+)
 
 
 @pytest.fixture
@@ -69,8 +77,26 @@ def test_a_bert_is_divided_by_the_plan_here(pair: None) -> None:
     assert found["bert.encoder.layer.1.intermediate.dense.bias"] == (32,)
 
 
+def test_a_gpt_is_divided_by_the_plan_here(pair: None) -> None:
+    found = parts(divided(changed(TINY_GPT, vocab_size=104)))
+    assert found["transformer.wte.weight"] == (52, 32) and len(found) == 1 + 2 * 4 * 2
+    layer = {name.removeprefix("transformer.h.1."): shape for name, shape in found.items() if ".h.1." in name}
+    assert layer["attn.c_attn.weight"] == (32, 48) and layer["attn.c_attn.bias"] == (48,)
+    assert layer["attn.c_proj.weight"] == (16, 32) and layer["attn.c_proj.bias"] == (32,)
+    assert layer["mlp.c_fc.weight"] == (32, 64) and layer["mlp.c_proj.weight"] == (64, 32)
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("transformer", [TINY_LLAMA, changed(TINY_LLAMA, tie_word_embeddings=False), TINY_BERT])
+@pytest.mark.parametrize(
+    "transformer",
+    [
+        TINY_LLAMA,
+        changed(TINY_LLAMA, tie_word_embeddings=False),
+        TINY_BERT,
+        TINY_GPT,
+        changed(TINY_GPT, vocab_size=104),
+    ],
+)
 def test_a_divided_model_computes_as_the_whole_one(transformer: Transformer, two_ranks: Pool) -> None:
     """Loss and gradients of two ranks, element by element, beside those of the model as transformers builds it."""
     for number, worst in two_ranks.run(differences, transformer):
@@ -78,9 +104,9 @@ def test_a_divided_model_computes_as_the_whole_one(transformer: Transformer, two
 
 
 REFUSED: dict[str, tuple[Callable[[], Transformer], str]] = {
-    "gpt2": (
-        lambda: TINY_GPT,
-        "gpt-tiny has no parallel plan .*queries, keys and values in one.* built-in bert",
+    "opt": (
+        lambda: TINY_OPT,
+        "opt-tiny has no parallel plan .* There is one for bert, gpt2, and where transformers has one",
     ),
     "heads": (
         lambda: changed(TINY_LLAMA, num_key_value_heads=1),

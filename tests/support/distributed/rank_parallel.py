@@ -9,11 +9,19 @@ from torch import nn
 from chunkc._torch_compat.fake_job import first_line
 from chunkc.scenarios.models import Transformer, parallelise
 
+FUSED = ".c_attn."
+"""In names of GPT-2's matrices of queries, keys and values, whose columns are ordered by rank where divided."""
+
 
 def differences(transformer: Transformer) -> tuple[int, float]:
     """How many values of both were compared, loss and gradients, and the largest difference of an element."""
     whole, divided = (_filled(transformer) for _ in range(2))
-    parallelise(divided, transformer.label, first_line(torch.distributed.get_world_size(), "tp"))
+    size = torch.distributed.get_world_size()
+    with torch.no_grad():
+        for name, param in divided.named_parameters():
+            if FUSED in name:
+                param.copy_(_swapped(param, 3, size))
+    parallelise(divided, transformer.label, first_line(size, "tp"))
     batch = {
         name: torch.arange(value.numel()).view(value.shape) % 2 for name, value in transformer.inputs(2, 16).items()
     }
@@ -22,7 +30,14 @@ def differences(transformer: Transformer) -> tuple[int, float]:
         loss.backward()
     wanted = {"loss": losses[0].detach()} | {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     found = {"loss": losses[1].detach()} | {n: _whole(p.grad) for n, p in divided.named_parameters() if n in wanted}
+    found = {name: _swapped(grad, size, 3) if FUSED in name else grad for name, grad in found.items()}
     return len(wanted), max(float((found[name] - value).abs().max()) for name, value in wanted.items())
+
+
+def _swapped(columns: torch.Tensor, num_outer: int, num_inner: int) -> torch.Tensor:
+    """``num_outer`` groups of columns, each of ``num_inner`` equal parts, by part and then by group."""
+    grouped = columns.detach().unflatten(-1, (num_outer, num_inner, -1))
+    return grouped.transpose(-3, -2).flatten(-3)
 
 
 def _filled(transformer: Transformer) -> nn.Module:

@@ -1,0 +1,58 @@
+"""Styles of tensor parallelism for transformers' ``Conv1D``, the linear layer of GPT-2.
+
+torch's ``ColwiseParallel`` and ``RowwiseParallel`` know ``nn.Linear``, whose weight is [outputs, inputs]. These do the
+same to a ``Conv1D``, whose weight is [inputs, outputs], after Shoeybi et al., "Megatron-LM" (2019), section 3:
+
+    style     weight      bias        input of a rank     output of a rank     exchanged
+    columns   Shard(1)    Shard(0)    whole               its columns          gradients of the input, in backward
+    rows      Shard(0)    whole       its columns         whole                the output, in forward
+
+Import this module only where a model has such layers: torch's takes a while.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class Conv1DColumns(ParallelStyle):
+    """Ranks have equal parts of the outputs: see the module docstring."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _divided(module, device_mesh, weight=Shard(1), bias=Shard(0), inputs=Replicate(), outputs=Shard(-1))
+
+
+class Conv1DRows(ParallelStyle):
+    """Ranks have equal parts of the inputs: see the module docstring."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _divided(module, device_mesh, weight=Shard(0), bias=Replicate(), inputs=Shard(-1), outputs=Replicate())
+
+
+def _divided(
+    module: nn.Module, mesh: DeviceMesh, *, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement
+) -> nn.Module:
+    """Give ``module`` DTensors as parameters, between tensors placed as ``inputs`` and ``outputs`` say."""
+    placements = {"weight": weight, "bias": bias}
+
+    def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+        for name, param in list(part.named_parameters(recurse=False)):
+            divided = distribute_tensor(param, mesh, [placements[name]])
+            part.register_parameter(name, nn.Parameter(divided, requires_grad=param.requires_grad))
+
+    def take(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor]:
+        return (DTensor.from_local(args[0], mesh, [inputs], run_check=False),)
+
+    def give(_: nn.Module, output: Any, mesh: DeviceMesh) -> torch.Tensor:
+        local: torch.Tensor = output.redistribute(placements=[outputs]).to_local()
+        return local
+
+    distribute: Any = distribute_module  # whose annotation has hooks that return nothing
+    divided: nn.Module = distribute(module, mesh, divide, take, give)
+    return divided
