@@ -170,8 +170,6 @@ def _check_names(sizes: Mapping[str, int]) -> None:
             "pipeline, ranks that copy chunks, that divide them, and that compute one forward together (tensor "
             "parallelism)"
         )
-    if sizes.get(PP, 1) > 1 and sizes.get(TP, 1) > 1:
-        raise ChunkcError("stages of a pipeline (pp) beside tensor parallelism (tp) are not built yet: leave one away")
 
 
 def _transposed(ranks: tuple[int, ...], dims: Sequence[tuple[str, int]]) -> tuple[int, ...]:

@@ -42,6 +42,13 @@ def test_stages_have_ranks_of_their_own() -> None:
     assert mesh.columns == (mesh.ranks,) and mesh.place_of(6) == (2, 0)
 
 
+def test_ranks_of_a_stage_compute_together() -> None:
+    mesh = rank_mesh("pp=2,dp_shard=2,tp=2", 8, DATA, rank=5)
+    assert str(mesh) == "pp=2,dp_shard=2,tp=2" and mesh.ranks == (4, 5, 6, 7)
+    assert mesh.tensor_lines == ((4, 5), (6, 7)) and mesh.columns == ((4, 6), (5, 7))
+    assert mesh.stage_lines == ((0, 4), (1, 5), (2, 6), (3, 7)) and mesh.place_of(5) == (0, 1)
+
+
 @pytest.mark.parametrize("text", ["tp=4", "tp=4,dp_shard=2", " dp_shard=2, tp=4"])
 def test_dp_shard_takes_what_is_left(text: str) -> None:
     assert rank_mesh(text, 8, DATA).shape == (1, 2, 4)
@@ -50,7 +57,6 @@ def test_dp_shard_takes_what_is_left(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("pp=2,tp=4", "beside tensor parallelism"),
         ("cp=2", "supported are pp, dp_replicate, dp_shard, tp"),
         ("data=8", "supported are"),
         ("tp=3", "has 3 ranks, and the job has 8"),

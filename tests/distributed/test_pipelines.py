@@ -149,6 +149,17 @@ def test_stages_of_two_ranks_each(schedule: str, four_ranks: Pool) -> None:
 
 
 @SLOW
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_whose_ranks_compute_together(schedule: str, four_ranks: Pool) -> None:
+    """Their feed-forward layers are divided along ``tp``; the norm that clips is that of all parts of all stages."""
+    work = Pipeline(schedule, {"pp": 2, "tp": 2}, hw="emulated-400k-64m" if schedule == "1f1b" else "emulated-16m-64m")
+    found = four_ranks.run(train, work)
+    check(found, work)
+    if schedule == "1f1b":
+        check_budgets(found, moves=True)
+
+
+@SLOW
 def test_stages_of_two_ranks_each_within_a_tight_budget(four_ranks: Pool) -> None:
     work = Pipeline("1f1b", {"pp": 2, "dp_shard": 2}, hw="emulated-400k-64m")
     found = four_ranks.run(train, work)

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from staged_gpt import LENGTH, VOCABULARY, WIDTH, Part, batch_of, loss_of, parts_of
+from staged_gpt import LENGTH, VOCABULARY, WIDTH, Part, batch_of, divide, loss_of, parts_of
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -77,6 +77,11 @@ def stages_of(work: Pipeline, parts: Mapping[int, Part], group: Any) -> list[pip
     ]
 
 
+def _whole(value: Any) -> torch.Tensor:
+    whole: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.detach().clone()
+
+
 def _scaled_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     loss = output.sum() if output.dim() == 1 else loss_of(output, targets)
     return loss / NUM_MICRO_BATCHES
@@ -86,6 +91,9 @@ def train(work: Pipeline) -> Trained:
     """Train the parts of this rank."""
     mesh = init_device_mesh("cpu", tuple(work.mesh.values()), mesh_dim_names=tuple(work.mesh))
     rank, size, built = mesh["pp"].get_local_rank(), work.mesh["pp"], parts_of(work.num_parts)
+    if "tp" in work.mesh:
+        for part in built:
+            divide(part, mesh["tp"])
     parts, optimizers = {}, []
     for number in range(rank, work.num_parts, size):
         options = {"dtype": torch.float32, "backend": "eager", "chunk_size": 1024, **work.options}
@@ -102,7 +110,7 @@ def train(work: Pipeline) -> Trained:
     kind = SCHEDULES[work.schedule]
     whole: Any = stages if work.schedule == "interleaved" else stages[0]
     schedule = kind(whole, NUM_MICRO_BATCHES, loss_fn=_scaled_loss, scale_grads=False)
-    replica, losses = torch.distributed.get_rank() % work.num_replicas, []
+    replica, losses = torch.distributed.get_rank() // work.mesh.get("tp", 1) % work.num_replicas, []
     for step in range(work.num_steps):
         tokens, targets = batch_of(step * work.num_replicas + replica, NUM_MICRO_BATCHES * MICRO_BATCH)
         of_step: list[torch.Tensor] = []
@@ -123,7 +131,7 @@ def train(work: Pipeline) -> Trained:
             optimizer.step()
             optimizer.zero_grad()
         losses += [float(torch.stack(of_step).detach().sum())] if of_step else []
-    params = {f"{i}.{n}": v.detach().clone() for i, part in parts.items() for n, v in part.state_dict().items()}
+    params = {f"{i}.{n}": _whole(v) for i, part in parts.items() for n, v in part.state_dict().items()}
     return Trained(losses, params, [chunkc.stats(part) for part in parts.values()])
 
 

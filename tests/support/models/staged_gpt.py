@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 VOCABULARY, LENGTH, WIDTH, NUM_HEADS = 48, 16, 32, 4
 
@@ -53,6 +54,14 @@ def parts_of(num_parts: int, blocks_in_each: int = 1) -> list[Part]:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         return [Part(blocks_in_each, is_first=i == 0, is_last=i == num_parts - 1) for i in range(num_parts)]
+
+
+def divide(part: Part, mesh: DeviceMesh) -> None:
+    """Divide the feed-forward layers over ``mesh``, the dimension ``tp``, in place."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"blocks.*.feed_forward.0": ColwiseParallel(), "blocks.*.feed_forward.2": RowwiseParallel()}
+    parallelize_module(part, mesh, plan)
 
 
 def batch_of(number: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
