@@ -3,19 +3,19 @@
 Candidates are what divides the machine: tensor parallelism (``tp``) within a node, and the other ranks as replicas of
 nodes (``dp_replicate``) or not. All of them train on as many sequences in a step: the ranks of a line along ``tp``
 compute one batch together, which is as many times larger. Each candidate is planned and simulated in full, and the
-fastest is the answer.
+fastest is the answer. All ranks of the machine take part, since its rates are those of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any, Final
 
 from chunkc.cli.advice import missing
+from chunkc.cost.rates import known_rates
 from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, TP
-from chunkc.errors import ChunkcError
+from chunkc.errors import ChunkcError, HardwareError, PlanError
 from chunkc.hardware import Hardware
 from chunkc.progress import within
 from chunkc.report.columns import table, wrapped
@@ -53,6 +53,11 @@ class Candidate:
         }
 
     @property
+    def options(self) -> str:
+        """The options of the command line that name this mesh alone."""
+        return f"--mesh {self.scenario.mesh} --batch {self.scenario.batch}"
+
+    @property
     def why_not(self) -> str:
         """Why there is no plan; empty where there is one."""
         if self.answer is None:
@@ -60,17 +65,13 @@ class Candidate:
         return "" if self.answer.shortage is None else f"does not fit: {missing(self.answer.shortage)}"
 
 
-def meshes(hw: Hardware, world_size: int | None) -> Iterator[tuple[str, int]]:
-    """Texts of meshes of two ranks or more, each with its ranks along ``tp``, the smallest first.
-
-    HardwareError where the machine has fewer devices than ``world_size``.
-    """
-    num_ranks, per_node = hw.num_ranks(world_size), hw.gpus_per_node
-    longest = num_ranks if num_ranks <= per_node else gcd(num_ranks, per_node)
-    num_nodes = 1 if num_ranks % per_node else num_ranks // per_node
-    for num_tensor in (number for number in range(1, longest + 1) if longest % number == 0):
+def meshes(hw: Hardware) -> Iterator[tuple[str, int]]:
+    """Texts of meshes of all devices, two or more, each with its ranks along ``tp``, the smallest first."""
+    per_node = hw.gpus_per_node
+    num_nodes = hw.num_gpus // per_node
+    for num_tensor in (number for number in range(1, per_node + 1) if per_node % number == 0):
         for num_replicas in dict.fromkeys((1, num_nodes)):
-            num_sharing = num_ranks // num_tensor // num_replicas
+            num_sharing = hw.num_gpus // num_tensor // num_replicas
             if num_replicas == 1 or num_sharing > 1:
                 sizes = {DP_REPLICATE: num_replicas, DP_SHARD: num_sharing, TP: num_tensor}
                 yield ",".join(f"{name}={number}" for name, number in sizes.items() if number > 1), num_tensor
@@ -80,16 +81,22 @@ def candidates(scenario: Scenario, scenarios: Scenarios) -> list[Candidate]:
     """Plan ``scenario`` with each of `meshes`; its batch is that of one rank.
 
     Raises:
-        ChunkcError: when the model can be planned with none of them, or rates of the machine are not known.
+        ChunkcError: when the model can be planned with none of them, rates of the machine are not known, or it has
+            more devices than the job ranks, of which it has no rates.
     """
+    hw = scenario.hw
+    if hw.num_gpus != scenario.num_ranks:
+        raise ChunkcError(
+            f"--mesh auto compares times, which are known for all {hw.num_gpus} devices of {hw}, not for "
+            f"{scenario.num_ranks} of them: leave --world-size away and name a machine of {scenario.num_ranks} devices"
+        )
+    if known_rates(hw) is None:
+        raise ChunkcError(f"--mesh auto compares times, and rates of {hw} are not known: see chunkc calibrate")
     found = []
-    choices = list(meshes(scenario.hw, scenario.world_size))
+    choices = list(meshes(hw))
     for number, (mesh, num_tensor) in enumerate(choices, 1):
         with within(f"mesh {number}/{len(choices)}"):
             found.append(_candidate(replace(scenario, mesh=mesh, batch=scenario.batch * num_tensor), scenarios))
-    unpriced = next((c.answer.unpriced for c in found if c.answer is not None and c.answer.unpriced), "")
-    if unpriced:
-        raise ChunkcError(f"--mesh auto takes the fastest mesh, and no times are known: {unpriced}")
     if all(candidate.answer is None for candidate in found):
         raise ChunkcError(found[0].refusal)
     return found
@@ -97,13 +104,18 @@ def candidates(scenario: Scenario, scenarios: Scenarios) -> list[Candidate]:
 
 def _candidate(scenario: Scenario, scenarios: Scenarios) -> Candidate:
     try:
-        return Candidate(scenario, scenarios.answer(scenario))
-    except ChunkcError as error:
+        answer = scenarios.answer(scenario)
+        if answer.unpriced:
+            raise HardwareError(f"--mesh auto compares times: {answer.unpriced}")
+        return Candidate(scenario, answer)
+    except (PlanError, HardwareError):
+        raise
+    except ChunkcError as error:  # of its parallel plan, or of a model that is not captured so
         return Candidate(scenario, refusal=" ".join(str(error).split()))
 
 
 def best_of(found: Sequence[Candidate]) -> Candidate:
-    """The fastest candidate; where none fits, the one that misses least."""
+    """The fastest candidate; where none fits, the one that misses least. It has an answer."""
     fitting = [candidate for candidate in found if candidate.step_ms is not None]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.step_ms or 0.0)
@@ -116,11 +128,11 @@ def _missing_nbytes(candidate: Candidate) -> int:
 
 
 def render(found: Sequence[Candidate], best: Candidate) -> str:
-    """A table of all candidates, why some have no plan, and the options that repeat the choice."""
+    """A table of all candidates, why some have no plan, and the options that name the choice alone."""
     rows = table(_HEADERS, [_cells(candidate, candidate is best) for candidate in found], "lrlrrrll")
     reasons = [wrapped(f"{c.scenario.mesh}: {c.why_not}", "  ") for c in found if c.why_not]
-    chosen = f"--mesh {best.scenario.mesh} --batch {best.scenario.batch}"
-    verdict = f"all take as many sequences a step; the fastest alone, by:\n  {chosen}"
+    kind = "the one that misses least" if best.step_ms is None else "the fastest"
+    verdict = f"a step has as many sequences with each mesh; {kind}, below, is that of\n  {best.options}"
     return "\n\n".join(part for part in (rows, "\n".join(reasons), verdict) if part)
 
 

@@ -12,7 +12,7 @@ from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
 from chunkc.cli.meshes import AUTO, Candidate, best_of, candidates, render
 from chunkc.cli.options import output_path, save
-from chunkc.cli.output import show, tell
+from chunkc.cli.output import one_line, show, tell
 from chunkc.cli.screen import answer_json, render_answer
 from chunkc.cli.subjects import (
     MODEL_HELP,
@@ -51,16 +51,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; a model that does not fit is an answer (exit code 1), not an error."""
-    if args.mesh == AUTO and Hardware.of(args.hw).num_ranks(args.world_size) == 1:
-        args.mesh = None
+    if args.mesh == AUTO:
+        _check_auto(args)
     with fake_ranks(args):
         return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
+    hw, scenarios, tried = Hardware.of(args.hw), Scenarios(tell), list[Candidate]()
+    if args.mesh == AUTO:
+        tried = _candidates(args, scenarios)
     began_s = time.perf_counter()
-    hw, scenarios = Hardware.of(args.hw), Scenarios(tell)
-    answer, tried = _fastest(args, scenarios) if args.mesh == AUTO else (answer_of(args, scenarios), [])
+    answer = _told(best_of(tried)) if tried else answer_of(args, scenarios)
     if answer.plan is not None:
         if args.save:
             save(answer.plan, args.save)
@@ -73,8 +75,8 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         advice = () if args.no_advice else Adviser(scenarios, answer, began_s).advice()
     if args.json:
-        meshes = {"meshes": [candidate.to_json() for candidate in tried]} if tried else {}
-        show(json.dumps(answer_json(answer, hw, advice) | meshes))
+        meshes = [{**candidate.to_json(), "is_chosen": candidate is best_of(tried)} for candidate in tried]
+        show(json.dumps(answer_json(answer, hw, advice) | ({"meshes": meshes} if tried else {})))
     else:
         if tried:
             show(f"{render(tried, best_of(tried))}\n")
@@ -82,18 +84,33 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if answer.fits else 1
 
 
-def _fastest(args: argparse.Namespace, scenarios: Scenarios) -> tuple[Answer, list[Candidate]]:
-    """The answer of the fastest mesh, and all that were tried."""
-    model = transformer_of(args.model)
-    if model is None or args.shard != "all":
-        beside = "--shard" if model is not None else f"{args.model}, a function, which parallelises its model itself"
-        raise ChunkcError(f"--mesh auto is for built-in models and config.json, and not beside {beside}")
+def _check_auto(args: argparse.Namespace) -> None:
+    """Refuse ``--mesh auto`` where there is no choice; one device has no mesh."""
+    if transformer_of(args.model) is None:
+        raise ChunkcError(
+            f"--mesh auto is for built-in models and config.json: {args.model} parallelises its model itself. Give "
+            "the mesh that it makes"
+        )
+    if args.shard != "all":
+        raise ChunkcError("--shard beside --mesh auto: the meshes that it tries divide model data within nodes, too")
+    if Hardware.of(args.hw).num_ranks(args.world_size) == 1:
+        args.mesh = None
+
+
+def _candidates(args: argparse.Namespace, scenarios: Scenarios) -> list[Candidate]:
     with quietly():
-        tried = candidates(scenario_of(args, model), scenarios)
-    best = best_of(tried)
+        model = transformer_of(args.model)
+        return [] if model is None else candidates(scenario_of(args, model), scenarios)
+
+
+def _told(best: Candidate) -> Answer:
+    """The answer of the mesh that was chosen; standard error says which it is."""
     if best.answer is None:
-        raise ChunkcError(best.refusal)
-    return best.answer, tried
+        raise ValueError(f"{best.options} has no answer")
+    tell(f"chosen: {best.options}")
+    if best.answer.shortage is not None:
+        tell(one_line(f"does not fit: {best.answer.shortage}"))
+    return best.answer
 
 
 def _where(args: argparse.Namespace, plan: Plan | None) -> str:

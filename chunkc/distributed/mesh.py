@@ -82,6 +82,12 @@ class RankMesh:
         return tuple(self.ranks[place :: self.num_tensor] for place in range(self.num_tensor))
 
     @property
+    def columns_of_stages(self) -> tuple[tuple[int, ...], ...]:
+        """The `columns` of all stages, the same for every rank of the job."""
+        places = range(self.num_tensor)
+        return tuple(stage[place :: self.num_tensor] for stage in self.stages for place in places)
+
+    @property
     def tensor_lines(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that compute one forward together, in their order along ``tp``."""
         starts = range(0, len(self.ranks), self.num_tensor)

@@ -318,7 +318,7 @@ class JobRanks(Ranks):
     def _divide_control(self) -> None:
         """Give columns control groups of their own where there are several."""
         if self.mesh.num_tensor > 1:
-            self._control = new_group("gloo", self._timeout, torch.device("cpu"), self.mesh.columns)
+            self._control = new_group("gloo", self._timeout, torch.device("cpu"), self.mesh.columns_of_stages)
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
         self._attempt(self._data_groups.get(DP_SHARD), place, lambda g: g.gather(whole, own))

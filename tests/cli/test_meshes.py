@@ -16,7 +16,7 @@ from tiny_transformers import TINY_GPT, TINY_LLAMA
 from chunkc.cli import main
 from chunkc.cli.meshes import best_of, candidates, meshes, render
 from chunkc.cost.timeline import Flops
-from chunkc.errors import BudgetError, ChunkcError
+from chunkc.errors import BudgetError, ChunkcError, PlanError
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import simulate
 from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
@@ -41,7 +41,7 @@ class Machine(Scenarios):
         self.asked.append((scenario.mesh, scenario.batch))
         found = self.by_mesh[scenario.mesh]
         if isinstance(found, str):
-            raise ChunkcError(found)
+            raise (PlanError if "verifier" in found else ChunkcError)(found)
         if found < 0:
             return Answer(scenario, shortage=shortage(-found))
         return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=float(found)))
@@ -53,13 +53,12 @@ def asked(**by_mesh: int | str) -> tuple[Machine, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("hw", "world_size", "wanted"),
+    ("hw", "wanted"),
     [
-        (ONE_NODE, None, ["dp_shard=4", "dp_shard=2,tp=2", "tp=4"]),
-        (ONE_NODE, 3, ["dp_shard=3", "tp=3"]),
+        (ONE_NODE, ["dp_shard=4", "dp_shard=2,tp=2", "tp=4"]),
+        (Hardware.parse("3xa100-40g-1024g"), ["dp_shard=3", "tp=3"]),
         (
             NODES,
-            None,
             [
                 "dp_shard=8",
                 "dp_replicate=2,dp_shard=4",
@@ -68,13 +67,11 @@ def asked(**by_mesh: int | str) -> tuple[Machine, list[Any]]:
                 "dp_shard=2,tp=4",
             ],
         ),
-        (NODES, 6, ["dp_shard=6", "dp_shard=3,tp=2"]),
+        (Hardware.parse("4x1xa100-40g-1024g"), ["dp_shard=4"]),
     ],
 )
-def test_ranks_along_tp_are_of_one_node_and_replicas_are_nodes(
-    hw: Hardware, world_size: int | None, wanted: Sequence[str]
-) -> None:
-    found = list(meshes(hw, world_size))
+def test_ranks_along_tp_are_of_one_node_and_replicas_are_nodes(hw: Hardware, wanted: Sequence[str]) -> None:
+    found = list(meshes(hw))
     assert [text for text, _ in found] == wanted
     assert all(text.partition("tp=")[2] == (str(size) if size > 1 else "") for text, size in found)
 
@@ -86,13 +83,17 @@ def test_all_candidates_train_on_as_many_sequences_and_the_fastest_is_taken() ->
     assert best is found[1]
     lines = render(found, best).splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<")] == ["dp_shard=2,tp=2"]
-    assert lines[-1].endswith("--mesh dp_shard=2,tp=2 --batch 6")
+    assert lines[-2:] == [
+        "a step has as many sequences with each mesh; the fastest, below, is that of",
+        "  --mesh dp_shard=2,tp=2 --batch 6",
+    ]
 
 
 def test_where_none_fits_the_one_that_misses_least_is_the_answer() -> None:
     _, found = asked(dp_shard_is_4=-(5 << 30), dp_shard_is_2__tp_is_2=-(2 << 30), tp_is_4="heads do not divide")
     assert best_of(found) is found[1]
     text = render(found, best_of(found))
+    assert "the one that misses least, below, is that of\n  --mesh dp_shard=2,tp=2 --batch 6" in text
     assert "tp=4: heads do not divide" in text and "dp_shard=4: does not fit: 5.00 GiB of device memory" in text
     assert [candidate.to_json()["fits"] for candidate in found] == [False] * 3
 
@@ -100,6 +101,11 @@ def test_where_none_fits_the_one_that_misses_least_is_the_answer() -> None:
 def test_a_model_that_no_mesh_can_be_planned_with_is_an_error() -> None:
     with pytest.raises(ChunkcError, match="one"):
         asked(dp_shard_is_4="one", dp_shard_is_2__tp_is_2="two", tp_is_4="three")
+
+
+def test_a_mistake_in_a_plan_is_no_candidate_that_does_not_fit() -> None:
+    with pytest.raises(PlanError, match="refused by the verifier"):
+        asked(dp_shard_is_4=30, dp_shard_is_2__tp_is_2="refused by the verifier", tp_is_4=10)
 
 
 @pytest.fixture
@@ -110,10 +116,11 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "config.json"
 
 
-def test_the_line_that_is_printed_repeats_the_choice(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_mesh_alone_has_the_plan_of_its_row(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", llama, "--hw", "2xa100-40g-1024g", *QUICK, "--json"]
     assert main([*command, "--mesh", "auto"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert [row["step_ms"] for row in found["meshes"] if row["is_chosen"]] == [found["step_ms"]]
     tried = {row["mesh"]: row for row in found["meshes"]}
     assert list(tried) == ["dp_shard=2", "tp=2"] and tried["tp=2"]["batch"] == 2
     fastest = min(tried.values(), key=lambda row: row["step_ms"])
@@ -125,16 +132,38 @@ def test_the_line_that_is_printed_repeats_the_choice(llama: str, capsys: pytest.
         assert (again["digest"] == found["digest"]) == (mesh == fastest["mesh"])
 
 
+def test_the_options_that_are_printed_repeat_the_choice(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", llama, "--hw", "2xa100-40g-1024g", *QUICK]
+    assert main([*command, "--mesh", "auto"]) == 0
+    out, err = capsys.readouterr()
+    table, _, rest = out.partition("is that of\n  ")
+    options, _, answer = rest.partition("\n")
+    assert "dp_shard=2" in table and "tp=2" in table and f"chosen: {options}" in err
+    assert main([*command, *options.split()]) == 0
+    assert capsys.readouterr().out.strip() == answer.strip()
+
+
+def test_where_no_mesh_fits_the_shortage_is_told(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = Hardware.parse("2xa100-40g-1024g")
+    small = replace(tiny, name="small", gpu_memory_nbytes=1 << 20, host_memory_nbytes=1 << 20)
+    small.save("small.json")
+    assert main(["plan", llama, "--hw", "small.json", "--mesh", "auto", *QUICK, "--table"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "does not fit: " in err and "chosen: --mesh " in err
+
+
 def test_on_one_device_there_is_nothing_to_choose(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--hw", "a100-40g-1024g", "--mesh", "auto", *QUICK, "--json"]) == 0
     assert "meshes" not in json.loads(capsys.readouterr().out)
 
 
 REFUSED = {
-    "function": (["plan", "train:build"], "a function, which parallelises its model itself"),
-    "shard": (["plan", "config.json", "--shard", "node"], "and not beside --shard"),
+    "function": (["plan", "train:build"], "train:build parallelises its model itself"),
+    "function, one device": (["plan", "train:build", "--hw", "a100-40g-1024g"], "parallelises its model itself"),
+    "shard": (["plan", "config.json", "--shard", "node"], "--shard beside --mesh auto"),
+    "ranks": (["plan", "config.json", "--hw", "4xa100-40g-1024g", "--world-size", "2"], "machine of 2 devices"),
     "simulate": (["simulate", "gpt-0.7b"], "--mesh auto is of `chunkc plan`"),
-    "rates": (["plan", "config.json", "--hw", "2xemulated-64m-1g", *QUICK], "no times are known"),
+    "rates": (["plan", "config.json", "--hw", "2xemulated-64m-1g", *QUICK], "rates of 2xemulated-64m-1g are not known"),
 }
 
 

@@ -49,6 +49,12 @@ def test_ranks_of_a_stage_compute_together() -> None:
     assert mesh.stage_lines == ((0, 4), (1, 5), (2, 6), (3, 7)) and mesh.place_of(5) == (0, 1)
 
 
+def test_all_ranks_make_the_groups_of_all_columns_in_one_order() -> None:
+    for rank in range(8):
+        mesh = rank_mesh("pp=2,dp_shard=2,tp=2", 8, DATA, rank=rank)
+        assert mesh.columns_of_stages == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
 @pytest.mark.parametrize("text", ["tp=4", "tp=4,dp_shard=2", " dp_shard=2, tp=4"])
 def test_dp_shard_takes_what_is_left(text: str) -> None:
     assert rank_mesh(text, 8, DATA).shape == (1, 2, 4)

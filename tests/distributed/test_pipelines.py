@@ -160,6 +160,17 @@ def test_stages_whose_ranks_compute_together(schedule: str, four_ranks: Pool) ->
 
 
 @SLOW
+def test_stages_whose_ranks_compute_together_and_divide_chunks() -> None:
+    """Eight ranks; the steps are clipped by the optimizers."""
+    pool = Pool(8)
+    work = Pipeline("1f1b", {"pp": 2, "dp_shard": 2, "tp": 2}, clips="by the optimizer")
+    try:
+        check(pool.run(train, work), work)
+    finally:
+        pool.discard()
+
+
+@SLOW
 def test_stages_of_two_ranks_each_within_a_tight_budget(four_ranks: Pool) -> None:
     work = Pipeline("1f1b", {"pp": 2, "dp_shard": 2}, hw="emulated-400k-64m")
     found = four_ranks.run(train, work)

@@ -41,7 +41,7 @@ class RequestedGradients:
         """Return the gradients that some rank asks for; warns once where the ``numbers`` of ranks differ."""
         if len(set(numbers)) == 1:
             return requested
-        texts = self._ranks.collect(",".join(map(str, sorted(requested))).encode())
+        texts = self._ranks.collect_from_job(",".join(map(str, sorted(requested))).encode())
         of_ranks = [frozenset(int(i) for i in text.split(b",") if i) for text in texts]
         union = frozenset[int]().union(*of_ranks)
         if not self._has_warned:

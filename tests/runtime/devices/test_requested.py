@@ -29,7 +29,7 @@ def test_ranks_that_ask_for_the_same_exchange_nothing_more() -> None:
     class NoExchange(Ranks):
         size = job_size = 2
 
-        def collect(self, data: bytes) -> list[bytes]:
+        def collect_from_job(self, data: bytes) -> list[bytes]:
             raise AssertionError
 
     requested, own = made(NoExchange()), frozenset({0, 2})
