@@ -5,6 +5,8 @@ the layers are computed again, and of what is then saved every second value move
 from the same seed, on a device of the least memory that `BudgetError` names for it. Operators that run one by one must
 give the bits of the run that keeps: losses, first gradients, parameters and both moments. Inductor rounds by where it
 cuts and what it fuses; so there each run is held, bit for bit, against one of the same segments in which nothing moves.
+Both run by torch's deterministic algorithms: else Inductor's threads add to one row of an embedding's gradient in any
+order, and the same program rounds in two ways (seen of BERT's token types on a busy machine).
 
 Models have the dropout of their modules set to a tenth; to those without any it is added in front of every linear layer
 and behind every convolution.
@@ -12,7 +14,8 @@ and behind every convolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -148,11 +151,12 @@ def measure(architecture: Architecture, backend: str = "eager") -> ChoiceRow:
     unequal: dict[str, list[str]] = {}
     for name in CHOICES:
         choice = Choice.of(name)
-        runs[name] = train(architecture, choice, least_nbytes(architecture, choice, backend), backend)
-        if backend == "eager":
-            unequal[name] = runs[name].unequal(runs["keep"])
-        else:
-            unequal[name] = unequal_alike(architecture, choice, runs[name], backend)
+        with deterministic(backend != "eager"):
+            runs[name] = train(architecture, choice, least_nbytes(architecture, choice, backend), backend)
+            if backend == "eager":
+                unequal[name] = runs[name].unequal(runs["keep"])
+            else:
+                unequal[name] = unequal_alike(architecture, choice, runs[name], backend)
     return ChoiceRow(
         name=architecture.name,
         backend=backend,
@@ -162,6 +166,17 @@ def measure(architecture: Architecture, backend: str = "eager") -> ChoiceRow:
         unequal=unequal,
         is_random=is_random(architecture),
     )
+
+
+@contextmanager
+def deterministic(is_on: bool) -> Iterator[None]:
+    """Torch's deterministic algorithms within the block, or not."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def unequal_alike(architecture: Architecture, choice: Choice, run: Trained, backend: str) -> list[str]:

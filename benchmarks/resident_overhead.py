@@ -90,10 +90,13 @@ def build(args: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def plain_step(model: nn.Module) -> Step:
-    """One training step of plain PyTorch: whole-graph Inductor and the fused optimizer."""
+def plain_step(model: nn.Module, groups: Sequence[dict[str, Any]] = ()) -> Step:
+    """One training step of plain PyTorch: whole-graph Inductor and the fused optimizer.
+
+    ``groups`` of the optimizer; by default all parameters are one.
+    """
     compiled = torch.compile(model, fullgraph=True, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(groups or model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(batch: torch.Tensor) -> float:
         loss = compiled(input_ids=batch, labels=batch).loss
@@ -105,9 +108,9 @@ def plain_step(model: nn.Module) -> Step:
     return step
 
 
-def chunked_step(model: nn.Module, args: argparse.Namespace) -> tuple[nn.Module, Step]:
-    """The same step with chunkc, until nothing is pending."""
-    model = chunkc.compile(model, hw=args.hw, dtype=torch.float32, backend=args.backend)
+def chunked_step(model: nn.Module, args: argparse.Namespace, **options: Any) -> tuple[nn.Module, Step]:
+    """The same step with chunkc, until nothing is pending; ``options``: more of ``chunkc.compile``."""
+    model = chunkc.compile(model, hw=args.hw, dtype=torch.float32, backend=args.backend, **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def step(batch: torch.Tensor) -> float:

@@ -42,7 +42,8 @@ def packed(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bytes | Non
         return None
     try:
         graph = GraphPickler.dumps((module, tuple(examples)), Options(ops_filter=None))
-        return pickle.dumps((torch._inductor.config.save_config(), torch.get_num_threads(), graph))
+        of_torch = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
+        return pickle.dumps((torch._inductor.config.save_config(), *of_torch, graph))
     except _NOT_SENT as error:
         logger.debug("a segment is compiled by this process alone: %s", error)
         return None
@@ -55,8 +56,9 @@ def compile_packed(data: bytes) -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    settings, num_threads, graph = pickle.loads(data)
+    settings, num_threads, is_deterministic, graph = pickle.loads(data)
     torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(is_deterministic)
     torch._inductor.config.load_config(settings)
     loaded: Any = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
     module, examples = loaded

@@ -115,6 +115,7 @@ def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ASKING = """
 import sys
+import sys
 from collections import deque
 from types import SimpleNamespace
 import torch
@@ -124,6 +125,7 @@ from chunkc._torch_compat.inductor import inductor_compile
 from chunkc._torch_compat.inductor_jobs import packed
 from chunkc._torch_compat.compile_helpers import Helper, start_helper
 
+torch.use_deterministic_algorithms("deterministic" in sys.argv)
 module = make_fx(lambda x: (x.sin() + 1,), tracing_mode="fake")(torch.ones(64))
 for node in module.graph.nodes:
     node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
@@ -142,9 +144,11 @@ assert counters["inductor"]["fxgraph_cache_hit"] == 1, counters
 
 
 @pytest.mark.slow
-def test_what_a_helper_compiled_is_in_the_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithms", ["any", "deterministic"])
+def test_what_a_helper_compiled_is_in_the_cache(algorithms: str, tmp_path: Path) -> None:
     environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run([sys.executable, "-c", ASKING], env=environ, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", ASKING, algorithms]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
