@@ -24,7 +24,7 @@ from chunkc.report.units import size
 from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
 
 AUTO: Final = "auto"
-_HEADERS: Final = ("mesh", "batch", "fits", "step", "tokens/s", "device", "bound", "")
+_HEADERS: Final = ("mesh", "batch", "step", "tokens/s", "device", "bound", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def _missing_nbytes(candidate: Candidate) -> int:
 
 def render(found: Sequence[Candidate], best: Candidate) -> str:
     """A table of all candidates, why some have no plan, and the options that name the choice alone."""
-    rows = table(_HEADERS, [_cells(candidate, candidate is best) for candidate in found], "lrlrrrll")
+    rows = table(_HEADERS, [_cells(candidate, candidate is best) for candidate in found], "lrrrrll")
     reasons = [wrapped(f"{c.scenario.mesh}: {c.why_not}", "  ") for c in found if c.why_not]
     kind = "the one that misses least" if best.step_ms is None else "the fastest"
     verdict = f"a step has as many sequences with each mesh; {kind}, below, is that of\n  {best.options}"
@@ -140,8 +140,8 @@ def _cells(candidate: Candidate, is_best: bool) -> tuple[str, ...]:
     answer, scenario = candidate.answer, candidate.scenario
     name = (scenario.mesh, str(scenario.batch))
     if answer is None or answer.plan is None or answer.timeline is None:
-        return (*name, "no", "", "", "", "", "")
+        return (*name, "", "", "", "no plan", "")
     timeline, device_nbytes = answer.timeline, answer.plan.memory.device_peak_nbytes
     speed = "" if timeline.tokens_per_s is None else f"{timeline.tokens_per_s:,.0f}"
     speeds = (duration(timeline.step_ms), speed)
-    return (*name, "yes", *speeds, size(device_nbytes), SHORT_MEANINGS[timeline.bound], "<" if is_best else "")
+    return (*name, *speeds, size(device_nbytes), SHORT_MEANINGS[timeline.bound], "<" if is_best else "")
