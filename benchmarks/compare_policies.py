@@ -139,9 +139,9 @@ def slowest(first: Answer, scenarios: Scenarios) -> Answer:
 
 
 def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> Answer:
-    """Plan ``first`` with a decision: the same layers are computed again, or others that fit or are faster.
+    """Plan ``first`` with a decision, with the same layers computed again or others.
 
-    Others are tried where the step is longer than its largest bound by more than `DECIDED_ABOVE`, or does not fit.
+    Others are taken where they fit or are faster, and tried where the step is longer than its largest bound by more than `DECIDED_ABOVE`, or does not fit.
     """
     anew = replace(scenario, tracks_grad_norm=True)
     if first.scenario is None or not first.fits:

@@ -1,8 +1,9 @@
-"""The step of a tensor-parallel model with chunkc, beside DTensor, ``torch.compile`` and fused AdamW of torch alone.
+"""Step time of a tensor-parallel model with chunkc, beside torch alone.
 
-Both train the same fp32 Llama, divided by the plan that transformers keeps of it, on the same batches with Inductor, in
-the same processes, a step each in turn (A B A B ...). A step begins behind a barrier and lasts as long as that of the
-slowest rank; a step of chunkc until its pending updates are done. The figure is the median of the ratios of the pairs.
+torch alone is DTensor, ``torch.compile`` and fused AdamW. Both train the same fp32 Llama, divided by the plan that
+transformers keeps of it, on the same batches with Inductor, in the same processes, a step each in turn (A B A B ...).
+A step begins behind a barrier and lasts as long as that of the slowest rank; a step of chunkc until its pending updates
+are done. The figure is the median of the ratios of the pairs.
 The first rank writes a result under benchmarks/results/; the exit code is 1 where the ratio is above ``--limit``.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive torchrun --nproc-per-node 2 benchmarks/tensor_parallel_step.py
