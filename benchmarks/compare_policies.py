@@ -141,7 +141,8 @@ def slowest(first: Answer, scenarios: Scenarios) -> Answer:
 def with_decision(first: Answer, scenario: Scenario, scenarios: Scenarios) -> Answer:
     """Plan ``first`` with a decision, with the same layers computed again or others.
 
-    Others are taken where they fit or are faster, and tried where the step is longer than its largest bound by more than `DECIDED_ABOVE`, or does not fit.
+    Others are tried where the step does not fit, or is longer than its largest bound by more than `DECIDED_ABOVE`, and
+    are taken where they are faster.
     """
     anew = replace(scenario, tracks_grad_norm=True)
     if first.scenario is None or not first.fits:

@@ -42,8 +42,9 @@ def packed(module: torch.fx.GraphModule, examples: Sequence[Any]) -> bytes | Non
         return None
     try:
         graph = GraphPickler.dumps((module, tuple(examples)), Options(ops_filter=None))
-        of_torch = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
-        return pickle.dumps((torch._inductor.config.save_config(), *of_torch, graph))
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = (is_deterministic, torch.is_deterministic_algorithms_warn_only_enabled())
+        return pickle.dumps((torch._inductor.config.save_config(), torch.get_num_threads(), deterministic, graph))
     except _NOT_SENT as error:
         logger.debug("a segment is compiled by this process alone: %s", error)
         return None
@@ -56,9 +57,9 @@ def compile_packed(data: bytes) -> None:
     from torch.fx._graph_pickler import GraphPickler
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    settings, num_threads, is_deterministic, graph = pickle.loads(data)
+    settings, num_threads, (is_deterministic, warns_only), graph = pickle.loads(data)
     torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(is_deterministic)
+    torch.use_deterministic_algorithms(is_deterministic, warn_only=warns_only)
     torch._inductor.config.load_config(settings)
     loaded: Any = GraphPickler.loads(graph, FakeTensorMode(shape_env=ShapeEnv()))
     module, examples = loaded

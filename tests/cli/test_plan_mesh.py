@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_transformers import TINY_LLAMA
+from tiny_transformers import TINY_GPT, TINY_LLAMA
 
 import chunkc
 from chunkc._torch_compat.fake_job import fake_job, first_line
@@ -68,6 +68,18 @@ def test_the_screen_names_the_mesh_and_the_exchanges(capsys: pytest.CaptureFixtu
     assert "llama, 2 ranks, mesh tp=2, batch 1 x 16" in out and "on 2xa100-40g-1024g, each rank: fits" in out
     # embedding, two sums for each of two layers and the output; backward: 5 inputs of a layer, and that of the output
     assert "along tp 17 collectives, " in out and " to each rank: " in out
+
+
+def test_a_gpt_that_no_job_trains_so_is_planned_with_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "gpt.json").write_text(json.dumps({**TINY_GPT.config, "architectures": ["GPT2LMHeadModel"]}))
+    for command, mesh, is_told in (
+        (["plan", *QUICK], "tp=2", True),
+        (["simulate"], "tp=2", True),
+        (["plan", *QUICK], "dp_shard=2", False),
+    ):
+        assert main([command[0], "gpt.json", "--hw", "2xa100-40g-1024g", "--mesh", mesh, *command[1:]]) == 0
+        err = " ".join(capsys.readouterr().err.split())
+        assert ("a job would have to reorder those of a checkpoint" in err) == is_told
 
 
 def test_a_function_parallelises_its_model_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

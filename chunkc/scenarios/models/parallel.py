@@ -18,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from chunkc.errors import ChunkcError
+from chunkc.scenarios.models.transformer import Transformer
 
 _BERT_LAYER: Final = "bert.encoder.layer.*."
 _GPT_LAYER: Final = "transformer.h.*."
@@ -69,6 +70,16 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
     for module in model.modules():
         if counted is not None and hasattr(module, counted):
             setattr(module, counted, getattr(module, counted) // size)
+
+
+def caveat(transformer: Transformer) -> str:
+    """The difference between a divided model and the one that transformers trains; empty where there is none."""
+    if transformer.config.get("model_type") not in _COUNTS_OF_A_RANK:
+        return ""
+    return (
+        f"along tp {transformer.label} is planned with the columns of queries, keys and values in the order of ranks: "
+        "a job would have to reorder those of a checkpoint, and chunkc.compile does not do that"
+    )
 
 
 def _plan_of(model: Any, label: str) -> Mapping[str, str]:
