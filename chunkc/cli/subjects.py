@@ -185,7 +185,7 @@ def fake_ranks(args: argparse.Namespace) -> Iterator[None]:
 
 
 def tell_caveat(answer: Answer) -> None:
-    """Say on standard error how a model that ranks along ``tp`` divide differs from the one that would be trained."""
+    """Say on standard error how a model that is planned along ``tp`` differs from the one trained."""
     scenario = answer.scenario
     if scenario is not None and scenario.ranks.num_tensor > 1 and caveat(scenario.model):
         tell(one_line(caveat(scenario.model)))
