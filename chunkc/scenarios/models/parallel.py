@@ -73,7 +73,7 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
 
 
 def caveat(transformer: Transformer) -> str:
-    """The difference between a divided model and the one that transformers trains; empty where there is none."""
+    """The difference between a model as it is planned along ``tp`` and as it is trained, if any."""
     if transformer.config.get("model_type") not in _COUNTS_OF_A_RANK:
         return ""
     return (
