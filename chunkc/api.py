@@ -54,6 +54,7 @@ from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
 from chunkc.runtime.params.tensor_views import TensorViews, views_of
 from chunkc.runtime.update.loss_scale import LossScale
+from chunkc.scenarios.dividing import divided
 from chunkc.weights.initial import moved_buffers, share_buffers
 from chunkc.weights.streamed import stream_saves
 
@@ -112,8 +113,9 @@ def compile(  # the name that torch.compile taught users
         mesh: the ranks by dimension, a ``DeviceMesh`` or a text such as ``"dp_shard=2,tp=4"``: those that copy model
             data (``dp_replicate``), that divide it (``dp_shard``), that compute one forward together (``tp``), and
             stages of a pipeline (``pp``; ``model`` is then the stage that this rank trains, or one of them). None: as
-            ``shard`` says. A model with ``tp`` was parallelised over ``mesh["tp"]`` by torch's
-            ``parallelize_module``; ranks along ``tp`` take the same batch, others batches of their own.
+            ``shard`` says. With ``tp`` a model of transformers is divided here, by the plan of its architecture, and
+            others were parallelised over ``mesh["tp"]`` by torch's ``parallelize_module``; ranks along ``tp`` take the
+            same batch, others batches of their own.
         reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
             dtype, gloo in float32; ``torch.float32``: in that by NCCL, too, through 32 MiB of the device's memory.
         fullgraph: refuse forwards that break into several graphs.
@@ -129,8 +131,7 @@ def compile(  # the name that torch.compile taught users
             gradients unscaled. Compute the loss inside the forward, or in fp32: what it divides by outside in fp16 is
             lost before it is scaled (or use `chunkc.GradScaler`).
         optimizer: ``"adamw"``, ``"adam"``, ``"adamw8bit"``, ``"sgd"`` (with momentum or without) or ``"lion"``: whose
-            states the plan makes room for. One of chunkc's optimizers that is made before the first forward says it by
-            itself.
+            states the plan makes room for. An optimizer of chunkc's made before the first forward says it by itself.
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
@@ -142,78 +143,77 @@ def compile(  # the name that torch.compile taught users
     job.join()
     machine, device = device_for(hw)
     ranks_by_dim = job.lay_out(mesh, machine, shard)
-    num_replicas = ranks_by_dim.num_replicas
-    views = views_of(model, ranks_by_dim)
-    reserve += reduction_nbytes(reduce_dtype, machine, machine.num_gpus, num_replicas)
-    params = list(unique_params(model))
-    computed = compute_dtype(dtype, params, machine)
-    in_fp32 = fp32_modules(model, keep_fp32, computed)
-    infos = param_infos(model, computed, in_fp32.params)
-    factor = _loss_scale(loss_scale, infos)
-    if factor is not None:
-        check_unscaled(ranks_by_dim)
-    mixed = is_mixed(params, computed)
-    if mixed:
-        logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
-    compiler = SegmentCompiler.of(backend)
-    ranks = job.make_ranks(device.torch_device, ranks_by_dim, map_private, adds_in_float32=reduce_dtype is not None)
-    if ranks.of_job.job_size > 1:
-        with ranks.agreement_scope():
-            count_libraries(device)
-    cores = update_cores(device, ranks)
-    target = Target(
-        model=type(model).__name__,
-        hw=str(machine),
-        budgets={
-            Tier.DEVICE: Budget(device.device_budget_nbytes, device.overhead_nbytes, device.leaves_slack),
-            Tier.HOST: Budget(device.host_budget_nbytes, device.kept_host_nbytes),
-        },
-        world_size=ranks_by_dim.num_sharing,
-        rank=ranks.shard_rank,
-        num_replicas=num_replicas,
-        rates=known_rates(at_hand(machine, device, cores, ranks)),
-        runs_inline=machine.emulated,
-        mesh=ranks_by_dim.dims,
-    ).less({Tier.DEVICE: reserve})
-    settings = Settings(
-        target=target,
-        options=replace(options, tracks_grad_norm=factor is not None, scales=factor is not None),
-        cast_inputs=computed if mixed else None,
-        compiler=compiler,
-        passes=passes,
-        fullgraph=fullgraph or views.is_any,
-        ranks_per_node=machine.gpus_per_node,
-        in_fp32=in_fp32,
-        examples=examples,
-    )
-    alike = (
-        [str(target.rates)] if max(num_replicas, ranks.tensor_size) > 1 else []
-    )  # they decide where updates run, which rounds
-    ranks.agree(
-        Kind.COMPILE,
-        lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos), *alike],
-    )
-    if cores is not None:
-        device.use_cores(cores)
-    buffers = moved_buffers(model, device.torch_device)
-    with without_weight_references(model.modules()), views.installed(ranks) as shards:
+    name = type(model).__name__
+    with divided(model, mesh, ranks_by_dim, device.torch_device.type):
+        views = views_of(model, ranks_by_dim)
+        reserve += reduction_nbytes(reduce_dtype, machine, machine.num_gpus, ranks_by_dim.num_replicas)
         params = list(unique_params(model))
-        runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
-    runtime.parameters.shards = {i: shards[p] for i, p in enumerate(params) if p in shards}
-    runtime.parameters.state_spec = options.state_spec
-    if factor is not None:
-        runtime.clipping.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
-    for module, name, buffer in buffers:
-        module._buffers[name] = buffer
-    share_buffers(model, ranks)
-    in_fp32.attach()
-    compiled = CompiledModel(model, runtime, settings)
-    attach(model)
-    stream_saves(model)
-    compiled.enter()
-    Finalizer(model, runtime.close_from_host)
-    if ranks.line is not None:
-        ranks.line.count()
+        computed = compute_dtype(dtype, params, machine)
+        in_fp32 = fp32_modules(model, keep_fp32, computed)
+        infos = param_infos(model, computed, in_fp32.params)
+        factor = _loss_scale(loss_scale, infos)
+        if factor is not None:
+            check_unscaled(ranks_by_dim)
+        if mixed := is_mixed(params, computed):
+            logger.info("%s is trained in mixed precision: %s with fp32 master parameters", name, computed)
+        compiler = SegmentCompiler.of(backend)
+        ranks = job.make_ranks(device.torch_device, ranks_by_dim, map_private, adds_in_float32=reduce_dtype is not None)
+        if ranks.of_job.job_size > 1:
+            with ranks.agreement_scope():
+                count_libraries(device)
+        cores = update_cores(device, ranks)
+        target = Target(
+            model=name,
+            hw=str(machine),
+            budgets={
+                Tier.DEVICE: Budget(device.device_budget_nbytes, device.overhead_nbytes, device.leaves_slack),
+                Tier.HOST: Budget(device.host_budget_nbytes, device.kept_host_nbytes),
+            },
+            world_size=ranks_by_dim.num_sharing,
+            rank=ranks.shard_rank,
+            num_replicas=ranks_by_dim.num_replicas,
+            rates=known_rates(at_hand(machine, device, cores, ranks)),
+            runs_inline=machine.emulated,
+            mesh=ranks_by_dim.dims,
+        ).less({Tier.DEVICE: reserve})
+        settings = Settings(
+            target=target,
+            options=replace(options, tracks_grad_norm=factor is not None, scales=factor is not None),
+            cast_inputs=computed if mixed else None,
+            compiler=compiler,
+            passes=passes,
+            fullgraph=fullgraph or views.is_any,
+            ranks_per_node=machine.gpus_per_node,
+            in_fp32=in_fp32,
+            examples=examples,
+        )
+        # rates decide where updates run, which rounds
+        alike = [str(target.rates)] if max(ranks_by_dim.num_replicas, ranks.tensor_size) > 1 else []
+        ranks.agree(
+            Kind.COMPILE,
+            lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos), *alike],
+        )
+        if cores is not None:
+            device.use_cores(cores)
+        buffers = moved_buffers(model, device.torch_device)
+        with without_weight_references(model.modules()), views.installed(ranks) as shards:
+            params = list(unique_params(model))
+            runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
+        runtime.parameters.shards = {i: shards[p] for i, p in enumerate(params) if p in shards}
+        runtime.parameters.state_spec = options.state_spec
+        if factor is not None:
+            runtime.clipping.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+        share_buffers(model, ranks)
+        in_fp32.attach()
+        compiled = CompiledModel(model, runtime, settings)
+        attach(model)
+        stream_saves(model)
+        compiled.enter()
+        Finalizer(model, runtime.close_from_host)
+        if ranks.line is not None:
+            ranks.line.count()
     return model
 
 

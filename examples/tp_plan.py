@@ -1,41 +1,28 @@
-"""A transformers model under tensor parallelism, by the plan that transformers keeps of it.
+"""A transformers model under tensor parallelism, divided by the parallel plan of its architecture.
 
     torchrun --nproc-per-node 2 examples/tp_plan.py --hw emulated-1m-64m
     torchrun --nproc-per-node 4 examples/tp_plan.py --hw emulated-1m-64m --tp 2
 
-``config.base_model_tp_plan`` names the layers that ranks divide, and how. Embedding and output stay whole here.
-``--compare`` trains the same model without chunkc on every rank, and compares the losses. As
-[tensor_parallel.py](tensor_parallel.py) it does not run on GPUs yet.
+``chunkc.compile(mesh="dp_shard=2,tp=2")`` divides the linear layers and the embedding as transformers has it in
+``config.base_model_tp_plan``; the script has no code for it. ``--compare`` trains the same model without chunkc on
+every rank, and compares the losses. As [tensor_parallel.py](tensor_parallel.py) it does not run on GPUs yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import joined
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 96}
 LENGTH = 16
-
-
-def divide(model: Any, mesh: DeviceMesh) -> list[str]:
-    """Divide the linear layers of ``model`` over ``mesh``, the dimension ``tp``, in place; their names."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-
-    styles: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    by_name = {f"{model.base_model_prefix}.{name}": style for name, style in model.config.base_model_tp_plan.items()}
-    plan = {name: styles[style]() for name, style in by_name.items() if style in styles}
-    parallelize_module(model, mesh, plan)
-    return list(plan)
 
 
 class Plain:
@@ -65,18 +52,20 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="with the model without chunkc")
     options = parser.parse_args()
     with joined() as ranks:
-        shape = (ranks.size // options.tp, options.tp)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+        num_data = ranks.size // options.tp
+        mesh = f"dp_shard={num_data},tp={options.tp}"
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2))
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2))
+        num_whole = sum(param.numel() for param in model.parameters())
         plain = Plain(model) if options.compare else None
-        print("divided:", *divide(model, mesh["tp"]))
         model = chunkc.compile(model, hw=options.hw, mesh=mesh, dtype=torch.float32, backend=options.backend)
+        parts = sum(param.numel() for param in model.parameters())
+        print(f"a rank has {parts:,} of {num_whole:,} parameters")
         optimizer = chunkc.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
         generator = torch.Generator().manual_seed(1)
         for step in range(options.steps):
-            batches = [torch.randint(0, 96, (2, LENGTH), generator=generator) for _ in range(shape[0])]
-            tokens = batches[mesh["dp_shard"].get_local_rank()]
+            batches = [torch.randint(0, 96, (2, LENGTH), generator=generator) for _ in range(num_data)]
+            tokens = batches[ranks.rank // options.tp]
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()

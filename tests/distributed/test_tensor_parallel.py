@@ -41,7 +41,7 @@ def check(found: list[DoneParallel], work: Parallel, num_data: int) -> None:
     for first in range(0, len(found), num_tensor):
         line = found[first : first + num_tensor]
         assert all(done.trained.losses == line[0].trained.losses for done in line)
-    wanted = train_large(PARALLEL_CASES[work.name], work.recipe, num_data * work.accumulate)
+    wanted = train_large(work.case, work.recipe, num_data * work.accumulate)
     assert_same_semantics(together([done.trained for done in found[::num_tensor]]), wanted)
     for done in found:
         assert_values(done.trained, found[0].trained)
@@ -70,6 +70,22 @@ def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> No
     found = two_ranks.run(train, work)
     check(found, work, 1)
     assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "bert", pytest.param("llama_untied", marks=pytest.mark.slow)])
+def test_a_model_of_transformers_is_divided_by_its_own_plan(name: str, two_ranks: Pool) -> None:
+    """Ties, biases that ranks copy, and a vocabulary that is divided or whole."""
+    work = Parallel(name, hw=None, is_text=True)
+    found = two_ranks.run(train, work)
+    check(found, work, 1)
+    assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_text", [True, False])
+def test_models_of_transformers_are_divided_beside_data_ranks(is_text: bool, four_ranks: Pool) -> None:
+    work = Parallel("llama_untied", TP_AND_SHARD, hw=None, is_text=is_text)
+    check(four_ranks.run(train, work, timeout_s=400), work, 2)
 
 
 def test_clipping_takes_the_norm_of_whole_tensors(two_ranks: Pool) -> None:

@@ -25,4 +25,5 @@ def test_losses_are_those_of_the_model_without_chunkc(num_ranks: int) -> None:
     assert len(found) == 4 and len(set(found)) == 4
     for ours, plain in found:
         assert float(ours) == pytest.approx(float(plain), abs=2e-5)
-    assert "model.layers.*.self_attn.q_proj model.layers.*.self_attn.k_proj" in done.stdout
+    part, whole = (int(count.replace(",", "")) for count in re.findall(r"[\d,]+", done.stdout.partition("\n")[0]))
+    assert 0.5 <= part / whole < 0.6, "all but norms is divided"

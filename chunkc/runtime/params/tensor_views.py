@@ -100,7 +100,7 @@ def views_of(model: nn.Module, mesh: RankMesh) -> TensorViews:
             raise ChunkcError(
                 f"the mesh has tp={mesh.num_tensor}, but no parameter of {type(model).__name__} is a DTensor: "
                 "parallelise it first (torch.distributed.tensor.parallel.parallelize_module over mesh['tp']; without "
-                "a job, over a fake process group)"
+                "a job, over a fake process group). chunkc.compile does that for models of transformers"
             )
         return TensorViews(model, {})
     from chunkc.distributed.tensor_shards import TensorShard

@@ -72,9 +72,14 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
             setattr(module, counted, getattr(module, counted) // size)
 
 
+def needs_ordered_columns(kind: str) -> bool:
+    """Whether models of a ``model_type`` are divided right only with columns in the order of ranks."""
+    return kind in _COUNTS_OF_A_RANK
+
+
 def caveat(transformer: Transformer) -> str:
     """The difference between a model as it is planned along ``tp`` and as it is trained, if any."""
-    if transformer.config.get("model_type") not in _COUNTS_OF_A_RANK:
+    if not needs_ordered_columns(str(transformer.config.get("model_type"))):
         return ""
     return (
         f"along tp {transformer.label} is planned with the columns of queries, keys and values in the order of ranks: "
@@ -92,8 +97,8 @@ def _plan_of(model: Any, label: str) -> Mapping[str, str]:
         return {name: style for name, style in plan.items() if "*" in name or _has(model, name)}
     raise ChunkcError(
         f"{label} has no parallel plan by which ranks along tp could divide it. There is one for {', '.join(_OWN)}, "
-        "and where transformers has one of linear layers (llama, mistral, qwen2, gemma and others); a module:function "
-        "parallelises its model itself"
+        "and where transformers has one of linear layers (llama, mistral, qwen2, gemma and others); parallelise other "
+        "models yourself (torch.distributed.tensor.parallel.parallelize_module)"
     )
 
 

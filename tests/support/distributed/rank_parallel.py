@@ -3,8 +3,7 @@
 from typing import Any
 
 import torch
-import transformers
-from torch import nn
+from divided_models import seeded
 
 from chunkc._torch_compat.fake_job import first_line
 from chunkc.scenarios.models import Transformer, parallelise
@@ -15,7 +14,7 @@ FUSED = ".c_attn."
 
 def differences(transformer: Transformer) -> tuple[int, float]:
     """How many values of both were compared, loss and gradients, and the largest difference of an element."""
-    whole, divided = (_filled(transformer) for _ in range(2))
+    whole, divided = (seeded(transformer) for _ in range(2))
     size = torch.distributed.get_world_size()
     with torch.no_grad():
         for name, param in divided.named_parameters():
@@ -38,15 +37,6 @@ def _swapped(columns: torch.Tensor, num_outer: int, num_inner: int) -> torch.Ten
     """``num_outer`` groups of columns, each of ``num_inner`` equal parts, by part and then by group."""
     grouped = columns.detach().unflatten(-1, (num_outer, num_inner, -1))
     return grouped.transpose(-3, -2).flatten(-3)
-
-
-def _filled(transformer: Transformer) -> nn.Module:
-    """The model with values, the same every time."""
-    config = {key: value for key, value in transformer.config.items() if key != "model_type"}
-    torch.manual_seed(3)
-    kind = transformers.AutoConfig.for_model(transformer.config["model_type"], **config, use_cache=False)
-    model: nn.Module = getattr(transformers, transformer.head).from_config(kind)
-    return model.train()
 
 
 def _whole(value: Any) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint
 from accumulating import micro_batches
-from models import Batch, loss_of
+from divided_models import DIVIDED_CASES
+from models import Batch, Case, loss_of
 from parallel_models import PARALLEL_CASES, parallelise
 from rank_training import GIB, QUICK, ROOMY, machine_of
 from torch import nn
@@ -25,7 +26,10 @@ TP_AND_SHARD = (("dp_shard", 2), ("tp", 2))
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """What ranks of a mesh train; without ``hw``, on the smallest machine that `chunkc.BudgetError` names."""
+    """What ranks of a mesh train; without ``hw``, on the smallest machine that `chunkc.BudgetError` names.
+
+    ``is_text``: chunkc.compile is handed the mesh as a text. Models of `DIVIDED_CASES` are divided by chunkc.compile.
+    """
 
     name: str
     mesh: tuple[tuple[str, int], ...] = TP
@@ -35,6 +39,11 @@ class Parallel:
     backend: str = "eager"
     accumulate: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_text: bool = False
+
+    @property
+    def case(self) -> Case:
+        return (PARALLEL_CASES | DIVIDED_CASES)[self.name]
 
     @property
     def num_data(self) -> int:
@@ -61,8 +70,10 @@ def mesh_of(work: Parallel) -> Any:
 
 
 def compiled(work: Parallel, hw: Any) -> nn.Module:
-    model, mesh = PARALLEL_CASES[work.name].build(), mesh_of(work)
-    parallelise(work.name, model, mesh["tp"])
+    model, mesh = work.case.build(), mesh_of(work)
+    if work.name in PARALLEL_CASES:
+        parallelise(work.name, model, mesh["tp"])
+    mesh = ",".join(f"{name}={size}" for name, size in work.mesh) if work.is_text else mesh
     options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
     return chunkc.compile(model, hw, mesh=mesh, **options)
 
@@ -79,7 +90,7 @@ def smallest_machine(work: Parallel, batch: Batch) -> Any:
 
 def own_batches(work: Parallel) -> list[list[Batch]]:
     """The micro-batches of each step."""
-    batches, num = PARALLEL_CASES[work.name].batches(), work.accumulate
+    batches, num = work.case.batches(), work.accumulate
     first, end = work.data_rank * num, (work.data_rank + 1) * num
     steps = range(work.recipe.num_steps)
     return [micro_batches(batches, step, num * work.num_data)[first:end] for step in steps]

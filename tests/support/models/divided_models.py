@@ -1,0 +1,40 @@
+"""Transformers models with values, whose batches are cases of training."""
+
+from collections.abc import Mapping
+
+import torch
+import transformers
+from models import Batch, Case
+from tiny_transformers import TINY_BERT, TINY_GPT, TINY_LLAMA
+from torch import nn
+
+from chunkc.scenarios.models import Transformer
+
+LENGTH, NUM_BATCHES = 12, 4
+UNTIED = "llama_untied"
+
+
+def seeded(transformer: Transformer, **changed: object) -> nn.Module:
+    """The model with values, the same every time."""
+    config = {key: value for key, value in transformer.config.items() if key != "model_type"} | changed
+    torch.manual_seed(3)
+    kind = transformers.AutoConfig.for_model(transformer.config["model_type"], **config, use_cache=False)
+    model: nn.Module = getattr(transformers, transformer.head).from_config(kind)
+    return model.train()
+
+
+def _batches(*, classifies: bool = False) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    found = list[Batch]()
+    for _ in range(NUM_BATCHES):
+        tokens = torch.randint(3, 101, (2, LENGTH), generator=generator)
+        found.append({"input_ids": tokens, "labels": tokens[:, 0] % 2 if classifies else tokens})
+    return found
+
+
+DIVIDED_CASES: Mapping[str, Case] = {
+    "llama_tied": Case("llama_tied", lambda: seeded(TINY_LLAMA), _batches),
+    UNTIED: Case(UNTIED, lambda: seeded(TINY_LLAMA, tie_word_embeddings=False), _batches),
+    "bert": Case("bert", lambda: seeded(TINY_BERT), lambda: _batches(classifies=True)),
+    "gpt2": Case("gpt2", lambda: seeded(TINY_GPT), _batches),
+}
