@@ -65,13 +65,16 @@ def _line(mesh: DeviceMesh | str | None, ranks: RankMesh) -> Any:
 
 @contextmanager
 def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Give modules back what they held, hooks too, where the block raises."""
-    before = [(module, vars(module).copy()) for module in model.modules()]
-    tables = [(held, held.copy()) for _, attributes in before for held in attributes.values() if isinstance(held, dict)]
+    """Give modules back what they held, hooks and classes too, where the block raises."""
+    before = [(module, type(module), vars(module).copy()) for module in model.modules()]
+    tables = [
+        (held, held.copy()) for *_, attributes in before for held in attributes.values() if isinstance(held, dict)
+    ]
     try:
         yield
     except BaseException:
-        for module, attributes in before:
+        for module, cls, attributes in before:
+            module.__class__ = cls
             vars(module).clear()
             vars(module).update(attributes)
         for held, values in tables:

@@ -23,6 +23,7 @@ from rank_tensor import (
     refusals,
     reload,
     save_by_torch,
+    start_with_other_values,
     train,
     train_for_ever,
     train_with_torch,
@@ -79,6 +80,16 @@ def test_a_model_of_transformers_is_divided_by_its_own_plan(name: str, two_ranks
     found = two_ranks.run(train, work)
     check(found, work, 1)
     assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
+def test_ranks_start_with_the_values_of_the_first(two_ranks: Pool) -> None:
+    """Of a model that chunkc divides, where ranks were seeded differently."""
+    assert two_ranks.run(start_with_other_values, Parallel("llama_untied")) == [[], []]
+
+
+@pytest.mark.slow
+def test_all_data_ranks_start_with_the_values_of_the_first(four_ranks: Pool) -> None:
+    assert four_ranks.run(start_with_other_values, Parallel("llama_untied", TP_AND_SHARD)) == [[]] * 4
 
 
 @pytest.mark.slow

@@ -110,6 +110,24 @@ def test_what_cannot_be_divided_is_refused(name: str) -> None:
     assert contents(model) == before
 
 
+def test_layers_that_torch_cannot_divide_are_refused() -> None:
+    """As those with adapters; what was divided before them is undone."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.adapter = base, nn.Linear(base.in_features, base.out_features)
+
+    model: Any = DIVIDED_CASES["llama_tied"].build()
+    mlp = model.model.layers[1].mlp
+    mlp.down_proj = Adapted(mlp.down_proj)
+    before = contents(model)
+    with pytest.raises(ChunkcError, match="divides a layer that torch's styles cannot, such as one with adapters"):
+        with divided(model, "tp=2", TWO, "cpu"):
+            pass
+    assert contents(model) == before
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     model: Any = DIVIDED_CASES["llama_tied"].build()
     model.config.num_key_value_heads = 1

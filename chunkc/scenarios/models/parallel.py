@@ -64,7 +64,13 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
     styles = _styles(label, plan, is_divided=getattr(config, "vocab_size", 0) % size == 0)
     tied = _tied(model)
     parallel = importlib.import_module("torch.distributed.tensor.parallel")
-    parallel.parallelize_module(model, line, styles)
+    try:
+        parallel.parallelize_module(model, line, styles)
+    except NotImplementedError as error:  # a style of torch's meets a layer that it does not know
+        raise ChunkcError(
+            f"the parallel plan of {label} divides a layer that torch's styles cannot, such as one with adapters or "
+            f"packed weights ({error}): parallelise such a model yourself, or use dp_shard"
+        ) from error
     _tie(label, tied)
     counted = _COUNTS_OF_A_RANK.get(str(config.model_type))
     for module in model.modules():

@@ -211,6 +211,18 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def start_with_other_values(work: Parallel) -> list[str]:
+    """Compile a model whose values are the rank's own; names of parameters that are not those of the first rank."""
+    model = work.case.build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.distributed.get_rank())
+    chunkc.compile(model, ROOMY, mesh=",".join(f"{name}={size}" for name, size in work.mesh), dtype=work.dtype)
+    state = model.state_dict()
+    wanted = dict(work.case.build().named_parameters())
+    return [name for name, value in wanted.items() if not torch.equal(whole(state[name]), value)]
+
+
 def other() -> nn.Module:
     model = PARALLEL_CASES["llama"].build()
     parallelise("llama", model, mesh_of(Parallel("llama"))["tp"])

@@ -11,7 +11,6 @@ from torch import nn
 from chunkc.scenarios.models import Transformer
 
 LENGTH, NUM_BATCHES = 12, 4
-UNTIED = "llama_untied"
 
 
 def seeded(transformer: Transformer, **changed: object) -> nn.Module:
@@ -34,7 +33,7 @@ def _batches(*, classifies: bool = False) -> list[Batch]:
 
 DIVIDED_CASES: Mapping[str, Case] = {
     "llama_tied": Case("llama_tied", lambda: seeded(TINY_LLAMA), _batches),
-    UNTIED: Case(UNTIED, lambda: seeded(TINY_LLAMA, tie_word_embeddings=False), _batches),
+    "llama_untied": Case("llama_untied", lambda: seeded(TINY_LLAMA, tie_word_embeddings=False), _batches),
     "bert": Case("bert", lambda: seeded(TINY_BERT), lambda: _batches(classifies=True)),
     "gpt2": Case("gpt2", lambda: seeded(TINY_GPT), _batches),
 }
