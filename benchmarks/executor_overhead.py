@@ -345,7 +345,7 @@ def segment_us() -> float:
     segment, env = SegmentValues(inputs, params, outputs, dies=(0, 4, 8)), RunEnvironment()
     slots = {name: slot for slot, name in enumerate((*inputs, *outputs))}
     payloads, made = [(i, torch.empty(0)) for i, _ in params], [torch.empty(0)] * len(outputs)
-    work, rounds_us = running(segment, lambda _: made, payloads, env, slots, _nothing), list[float]()
+    work, rounds_us = running(segment, lambda _: made, payloads, env, slots, _nothing, {}), list[float]()
     for _ in range(50):
         values = [[torch.empty(0)] * len(slots) for _ in range(200)]
         begun_s = time.thread_time()

@@ -22,6 +22,8 @@ from chunkc.cost.rates import known_rates
 from chunkc.cost.timeline import Timeline
 
 LEARNING_RATE = 1e-4
+UNMET_NORM = 1e4
+"""A bound of the gradients' norm that no step reaches: none is clipped, and all that begin are committed."""
 COMPILED_BLOCKS = "torch.compile(fullgraph=True, dynamic=False) of every block"
 
 
@@ -70,18 +72,27 @@ def name_only_rank() -> None:
         os.environ.setdefault(name, value)
 
 
-def chunkc_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> System:
-    """chunkc within the memory that ``hw`` names, by a plan for its rates."""
+def chunkc_system(
+    shape: Shape, device: torch.device, hw: chunkc.Hardware, *, max_grad_norm: float | None = None
+) -> System:
+    """chunkc within the memory that ``hw`` names, by a plan for its rates, clipped or not."""
     model = chunkc.compile(shape.build(), hw, dtype=torch.bfloat16, fullgraph=True)
     initialise(model)
-    optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE, max_grad_norm=max_grad_norm)
     settings = {"hw": str(hw), "dtype": "bf16, fp32 master", "optimizer": "chunkc.AdamW"}
+    settings["max_grad_norm"] = str(max_grad_norm)
     settings["compiled"] = "chunkc.compile(fullgraph=True), everything else by default"
 
     def facts() -> dict[str, Any]:
         plan = chunkc.plan_of(model)
         segments = {kind: len(plan.graph_segments(kind)) for kind in ("forward", "backward")}
-        found = {"stats": chunkc.stats(model), "plan": plan.digest(), "num_segments": segments, "summary": str(plan)}
+        found = {
+            "stats": chunkc.stats(model),
+            "metrics": chunkc.metrics(model),
+            "plan": plan.digest(),
+            "num_segments": segments,
+            "summary": str(plan),
+        }
         found["stages_ms"] = {stage.name: round(stage.elapsed_ms) for stage in plan.stages}
         if known_rates(hw) is not None:
             found["simulated"] = simulated(chunkc.simulate(plan, hw))
@@ -215,6 +226,7 @@ def deepspeed_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) ->
 
 SYSTEMS: dict[str, Callable[[Shape, torch.device, chunkc.Hardware], System]] = {
     "chunkc": chunkc_system,
+    "chunkc_clipped": partial(chunkc_system, max_grad_norm=UNMET_NORM),
     "eager": partial(plain_system, compiled=False),
     "compile": partial(plain_system, compiled=True),
     "zero_offload": zero_offload_system,

@@ -9,33 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from placements import smallest
-from plan_runner import GetRunner, PlanRunner, Setup, cuts_of
+from placements import smallest, train_moved_and_kept
+from plan_runner import GetRunner, Setup
 from torch import nn
-from training import PLACEMENT, Recipe, Trained, assert_same_bits
+from training import PLACEMENT, assert_same_bits
 
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
-from chunkc.ir.actions import Op
 from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 
 RECIPE = replace(PLACEMENT, num_steps=4)
 DELAYED = DebugSettings(poison=True, max_delay_ms=0.5, seed=3)
-
-
-def train_both(runner: PlanRunner, moved: Setup, recipe: Recipe = RECIPE) -> tuple[Trained, Trained]:
-    """A run that moves, and the one that keeps with the same segments, both in the order found."""
-    found = runner.train(moved, recipe)
-    plan = runner.plan
-    assert plan.moves and any(a.op is Op.RELOAD for p in plan.iteration() for a in p.actions)
-    runner.plans["moved"] = plan
-    options = replace(moved.options, moved_share=0.0, fixed_moves=(), cuts=cuts_of(plan))
-    options = replace(options, chunk_numel=plan.layout.chunk_numel)
-    kept = runner.train(replace(moved, options=options, device_nbytes=1 << 30), recipe)
-    assert not runner.plan.moves
-    return found, kept
 
 
 @pytest.mark.parametrize(
@@ -51,7 +37,7 @@ def train_both(runner: PlanRunner, moved: Setup, recipe: Recipe = RECIPE) -> tup
 def test_moving_changes_no_bit(name: str, backend: str, runner_of: GetRunner) -> None:
     runner = runner_of(name, backend=backend)
     moved = Setup(PlanOptions(moved_share=1.0, os_home="host"), settings=DELAYED)
-    found, kept = train_both(runner, moved)
+    found, kept = train_moved_and_kept(runner, moved, RECIPE)
     assert_same_bits(found, kept)
 
 
@@ -62,7 +48,7 @@ def test_mixtures_with_chunks_that_move_change_no_bit(runner_of: GetRunner) -> N
     values = [i for i, v in enumerate(runner.captured.schedule.saved_values()) if v.used_until is not None]
     options = PlanOptions(fixed_moves=tuple(values[::2]))
     device_nbytes, _ = runner.smallest(options)
-    found, kept = train_both(runner, Setup(options, device_nbytes=device_nbytes))
+    found, kept = train_moved_and_kept(runner, Setup(options, device_nbytes=device_nbytes), RECIPE)
     assert_same_bits(found, kept)
     assert runner.plans["moved"].memory.device_peak_nbytes < smallest(runner).device_nbytes
 
@@ -70,7 +56,7 @@ def test_mixtures_with_chunks_that_move_change_no_bit(runner_of: GetRunner) -> N
 def test_micro_batches_share_the_copies(runner_of: GetRunner) -> None:
     runner = runner_of("gpt2")
     options = PlanOptions(moved_share=1.0, accumulate=2)
-    found, kept = train_both(runner, Setup(options, settings=DELAYED), replace(RECIPE, num_steps=2))
+    found, kept = train_moved_and_kept(runner, Setup(options, settings=DELAYED), replace(RECIPE, num_steps=2))
     assert_same_bits(found, kept)
 
 

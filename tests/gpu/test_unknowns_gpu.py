@@ -26,6 +26,7 @@ from chunkc.calibrate.memory import Shares, regions, scale_for
 from chunkc.calibrate.timing import Timer
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.update.rules import ADAM
 
 pytestmark = pytest.mark.gpu
 Note = Callable[[str, object], None]
@@ -260,7 +261,7 @@ def test_host_updates_beside_a_thread_that_launches(machine: Machine, note: Note
     scale = scale_for(device, hw)
     timer, rates = Timer(device, batch_ms=10.0, num_batches=3), {}
     with regions(device, Shares.of(device, scale)) as memory:
-        update, numel = activities.update(device, memory, scale, Stream.CPU, torch.bfloat16)
+        update, numel = activities.update(device, memory, scale, Stream.CPU, torch.bfloat16, ADAM)
         length = timer.length(update)
         for name in ("alone", "beside launches", "alone again"):
             if name == "beside launches":

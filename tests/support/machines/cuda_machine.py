@@ -66,9 +66,10 @@ class HostArithmeticDevice(CudaDevice):
         states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
+        target: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ) -> Update:
         if stream is Stream.CPU:
-            return super().make_update(stream, rule, payload, states, pieces, gradient)
+            return super().make_update(stream, rule, payload, states, pieces, gradient, target)
         return HostArithmetic(rule, payload, states, pieces, gradient)
 
 

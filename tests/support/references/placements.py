@@ -196,3 +196,19 @@ def _assert_mixed(plan: Plan, placement: str) -> None:
 
 def moved(plan: Plan) -> int:
     return plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
+
+
+def train_moved_and_kept(runner: PlanRunner, moving: Setup, recipe: Recipe) -> tuple[Trained, Trained]:
+    """A run that moves saved values, and one that keeps them with the same segments and chunks.
+
+    ``runner.plans["moved"]`` and ``["kept"]`` are their plans.
+    """
+    found = runner.train(moving, recipe)
+    plan = runner.plans["moved"] = runner.plan
+    assert plan.moves and any(a.op is Op.RELOAD for p in plan.iteration() for a in p.actions)
+    options = replace(moving.options, moved_share=0.0, fixed_moves=(), cuts=cuts_of(plan))
+    options = replace(options, chunk_numel=plan.layout.chunk_numel)
+    kept = runner.train(replace(moving, options=options, device_nbytes=1 << 30), recipe)
+    runner.plans["kept"] = runner.plan
+    assert not runner.plan.moves
+    return found, kept

@@ -34,6 +34,7 @@ PLACES: dict[str, Callable[[PlanRunner], Setup]] = {
     "all_on_device": all_on_device,
     "some_of_each": lambda runner: replace(MIXED["some_of_each"](runner), host_arithmetic=False),
     "whole_and_streamed": lambda runner: replace(MIXED["whole_and_streamed"](runner), host_arithmetic=False),
+    "some_begun": lambda runner: replace(MIXED["some_begun"](runner), host_arithmetic=False),
 }
 
 
