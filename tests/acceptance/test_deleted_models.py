@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc._torch_compat.core import FakeTensorMode
+from chunkc._torch_compat.core import FakeTensorMode, outlives
 from chunkc.compiler.capture_session import CaptureSession
-from chunkc.compiler.compiled_model import CompiledModel
+from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.ir.plan import Plan
@@ -152,6 +152,23 @@ def test_classes_of_their_own_are_left_no_more_than_models() -> None:
         train(model, chunkc.AdamW(model.parameters()), 1)
         del model
     assert counted() == before
+
+
+@pytest.mark.parametrize("end", ["a step", "a backward", "a forward"])
+def test_one_collection_gives_chunks_back(end: str) -> None:
+    """Device memory, as soon as the model is found to be gone: the next model's budget counts it as free."""
+    model = chunkc.compile(Tower(), HW, dtype=torch.float32, backend="eager")
+    optimizer = chunkc.AdamW(model.parameters())
+    train(model, optimizer, 2)
+    if end != "a step":
+        loss = model(torch.ones(4, 64))
+        loss = loss.backward() if end == "a backward" else None
+    runtime = compiled_of(model).runtime
+    device, is_alive = runtime.device, outlives(runtime.parameters.store.arena.untyped_storage())
+    assert runtime.layout is not None and runtime.layout.arena_nbytes > 0 and is_alive()
+    del runtime, model, optimizer
+    gc.collect()
+    assert device.free_device_nbytes() == device.device_budget_nbytes and not is_alive()
 
 
 @pytest.mark.parametrize("breaks", [False, True])

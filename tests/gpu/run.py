@@ -35,8 +35,8 @@ from children import PYTHON, Child  # noqa: E402
 from journal import Journal, Record, records  # noqa: E402
 
 FILES: dict[str, float] = {
-    "unknowns": 120, "kernels": 90, "semantics": 300, "steady_state": 150, "races": 120, "placement": 180,
-    "memory": 240, "moved_values": 120, "attention": 60, "clipping": 60, "layouts": 60, "managed": 90,
+    "unknowns": 180, "kernels": 90, "semantics": 300, "steady_state": 150, "races": 120, "placement": 180,
+    "memory": 240, "moved_values": 120, "attention": 60, "clipping": 60, "layouts": 120, "managed": 90,
     "real_size": 240, "named": 240, "launch": 60, "calibrate": 90,
 }  # fmt: skip
 """Stems of files, most telling first, and the seconds that each may take."""

@@ -6,9 +6,10 @@
     math        whatever is left: matrices of queries x keys, kept for backward
 
 The first that can is taken. The rules are those of ``sdp::select_sdp_backend`` (aten/src/ATen/native/transformers/cuda/
-sdp_utils.cpp and ../sdp_utils_cpp.h), as read for torch 2.11 to 2.15. A rule that came later, or that depends on cuDNN,
-says since when; where torch has no CUDA, the cuDNN of its wheels for CUDA 13 is assumed. An order that the model sets
-itself (``sdpa_kernel(..., set_priority=True)``) is not followed; kernels that it switches off are left out.
+sdp_utils.cpp and ../sdp_utils_cpp.h), as read for torch 2.11 to 2.15, and for 2.11 as an H100 answered. A rule that
+came later, or that depends on cuDNN, says since when; where torch has no CUDA, the cuDNN of its wheels for CUDA 13 is
+assumed. An order that the model sets itself (``sdpa_kernel(..., set_priority=True)``) is not followed; kernels that it
+switches off are left out.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ _NEWEST: Final = (12, 1)
 _MAX_FLASH_HEAD: Final = 256
 _MAX_CUDNN_HEADS: Final = 65535
 _CUDNN_PREFERRED_ABOVE: Final = 91500
+_CUDNN_WIDE_ABOVE: Final = 92200
 _CUDNN_OF_WHEELS: Final = (((2, 15), 92600), ((2, 11), 91900))
 _CUDNN_DROPOUT_STEP: Final = 1 / 16
 _SINCE_DROPOUT_STEP: Final = (2, 12)
+_SINCE_WIDE_BACKWARD: Final = (2, 14)
+"""Before that, wide heads were taken on sm_90 whether or not a backward would follow."""
 _SINCE_ANY_GROUPS: Final = (2, 14)
 """Since then the efficient kernel takes grouped queries, and every kernel one head of keys without being told."""
 
@@ -142,21 +146,23 @@ def _cudnn_can(call: AttentionCall, gpu: Capability, support: KernelSupport) -> 
         and _shares_heads(call, support, takes_groups=True, same_groups=False)
         and _has_dtype(call, _NARROW)
         and _cudnn_takes_mask(call)
-        and _cudnn_takes_heads(call, support)
+        and _cudnn_takes_heads(call, gpu, support)
         and max(call.query.shape[:2]) <= _MAX_CUDNN_HEADS
         and call.key.shape[-2] != 1
     )
 
 
-def _cudnn_takes_heads(call: AttentionCall, support: KernelSupport) -> bool:
+def _cudnn_takes_heads(call: AttentionCall, gpu: Capability, support: KernelSupport) -> bool:
     """Whether cuDNN has kernels for the width of heads, on the GPUs where it comes first."""
     width, value_width = call.query.shape[-1], call.value.shape[-1]
     if width % 8 or value_width % 8:
         return False
     if max(width, value_width) <= 128 or (width, value_width) == (192, 128):
         return True
-    has_wide = support.cudnn_version > 92200 and support.torch_version >= _SINCE_ANY_GROUPS
-    return has_wide and max(width, value_width) <= 256 and (not call.needs_grad or width == value_width == 256)
+    if support.torch_version < _SINCE_WIDE_BACKWARD:
+        return gpu == (9, 0) and max(width, value_width) <= 256
+    has_wide = support.cudnn_version > _CUDNN_WIDE_ABOVE and max(width, value_width) <= 256
+    return has_wide and (not call.needs_grad or width == value_width == 256)
 
 
 def _cudnn_takes_mask(call: AttentionCall) -> bool:

@@ -103,6 +103,10 @@ class Executor:
         """The program of that key, bound to where chunks are at home now."""
         return self._of_side(self._programs)[role, position, reduces]
 
+    def close(self) -> None:
+        """Let go of bound programs, and with them of the memory they read; nothing runs any more."""
+        self._programs, self._recoveries = [], []
+
     def _of_side(self, by_side: Sequence[T]) -> T:
         return by_side[self._store.side if self._has_second_homes else 0]
 

@@ -203,8 +203,7 @@ class ModelRuntime:
         self.parameters.join()
         with self.state.changing(AtStake.GRADIENTS):
             self.gradient_values.leave_chunks()
-        self.executors.clear()
-        self.state.executor = None
+        self.state.close_executors()
         self.parameters.leave_layout(target)
 
     def forget(self, key: object, unplanned: UnplannedGraph | None) -> bool:
@@ -393,7 +392,7 @@ class ModelRuntime:
             self._accumulators = {}
             self.live.clear()
             self.ran.clear()
-            self.executors.clear()
+            self.state.close_executors()
             self.ranks.close()
             self.parameters.close()
             self.accounting.close()

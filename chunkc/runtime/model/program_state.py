@@ -95,6 +95,13 @@ class ProgramState:
             self.to_cold()
         del self.executors[key]
 
+    def close_executors(self) -> None:
+        """Let go of all executors, and of the chunks that they read."""
+        for executor in (*self.executors.values(), *filter(None, [self.executor])):
+            executor.close()
+        self.executors.clear()
+        self.executor = None
+
     def collective(self, place: str) -> AbstractContextManager[None]:
         """Within the block all ranks carry out programs together; see `Ranks.collective_section`."""
         if self.ranks.job_size == 1:

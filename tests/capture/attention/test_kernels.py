@@ -61,13 +61,18 @@ def test_the_kernel_is_the_one_that_torch_takes(gpu: Capability, name: str) -> N
 
 
 IN_2_11 = {(A100, "one head of keys"): MATH, (V100, "fp16 groups"): MATH, (H100, "one head of keys"): MATH}
-IN_2_11 |= {(H100, "dropout 0.1"): CUDNN, (H100, "heads of 256"): FLASH}
+IN_2_11 |= {(H100, "dropout 0.1"): CUDNN}
+IN_2_11 |= {(H100, f"heads of {width}"): CUDNN for width in ("160", "208", "256, dropout")}
 
 
 @pytest.mark.parametrize("gpu", [V100, A100, H100])
 def test_the_oldest_torch_differs_where_rules_came_later(gpu: Capability) -> None:
     expected = {name: IN_2_11.get((gpu, name), kernel) for name, kernel in KERNELS[gpu].items()}
     assert {name: choose_kernel(attention, gpu, OLD) for name, attention in CALLS.items()} == expected
+
+
+def test_the_oldest_torch_has_wide_heads_of_cudnn_on_hopper_only() -> None:
+    assert choose_kernel(CALLS["heads of 256"], B200, OLD) is FLASH
 
 
 @pytest.mark.parametrize(
