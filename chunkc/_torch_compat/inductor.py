@@ -10,7 +10,7 @@ import copy
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -70,6 +70,25 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     compiled: Callable[[list[Any]], Sequence[Any]] = _with_any_vectors(compile_once)
     del PyCodeCache.modules[num_loaded:]  # or Inductor keeps the generated module as long as the process lives
     return compiled
+
+
+def start_kernel_workers() -> None:
+    """Start the processes in which Inductor compiles Triton kernels, as its own backend of Dynamo does."""
+    from torch._inductor.async_compile import maybe_warm_pool
+
+    maybe_warm_pool()
+
+
+def await_kernel_workers(timeout_s: float = 60.0) -> bool:
+    """Wait until these processes take kernels, which are compiled in this one until then; whether they do."""
+    from torch._inductor.async_compile import AsyncCompile, _pool_set
+
+    compiler: Any = AsyncCompile
+    with suppress(TimeoutError):
+        if _pool_set:
+            compiler.wait_pool_ready(timeout_s)
+            return bool(compiler.use_process_pool())
+    return False
 
 
 def num_cache_misses() -> int:

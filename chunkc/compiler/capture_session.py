@@ -81,6 +81,7 @@ class CaptureSession:
         self.is_declaring = False
         self._planner = planner
         self._least: dict[Tier, int] = {}
+        settings.compiler.begin(runtime.device.torch_device)
 
     def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""

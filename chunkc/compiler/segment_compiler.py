@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Literal
 
+import torch
+
 from chunkc._torch_compat.compile_helpers import CompileHelpers
 from chunkc._torch_compat.core import boxed_code
 from chunkc._torch_compat.inductor import (
+    await_kernel_workers,
     inductor_code,
     inductor_compile,
     inductor_decompositions,
     inductor_joint_passes,
     named_vectors,
     num_cache_misses,
+    start_kernel_workers,
 )
 from chunkc.capture.backend import TracingOptions
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
@@ -76,6 +80,7 @@ class SegmentCompiler:
         self.fuses = read_footprint is not None
         self._compile_one = compile_one
         self._read_footprint = read_footprint
+        self._has_workers = False
         self._compiled: dict[str, SegmentCallable] = {}
         self._footprints: dict[str, Footprint] = {}
 
@@ -93,6 +98,12 @@ class SegmentCompiler:
         """Return a compiler that lets segments of the same graphs run operator by operator."""
         return SegmentCompiler(compile_eager, tracing=self.tracing)
 
+    def begin(self, device: torch.device) -> None:
+        """Get ready to compile for ``device``: workers for a GPU's kernels start while the model is captured."""
+        if self.fuses and device.type == "cuda" and not self._has_workers:
+            self._has_workers = True
+            start_kernel_workers()
+
     @property
     def num_compiles(self) -> int:
         return len(self._compiled)
@@ -108,6 +119,8 @@ class SegmentCompiler:
         note = "cached for next time" if self.fuses else ""
         progress = Counted("compiling", len(missing), "different segments", note)
         waiting = deque(missing.values())
+        if self._has_workers and missing:
+            await_kernel_workers()
         with named_vectors() if self.fuses else nullcontext(), CompileHelpers[LoweredSegment]() as helpers:
             while waiting:
                 elapsed_s = self._compile_segment(waiting.popleft(), progress)

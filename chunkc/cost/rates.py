@@ -131,6 +131,7 @@ def _of_catalogue(hw: Hardware) -> CostRates:
         raise HardwareError(f"{hw} lacks rates in the catalogue; calibrate it")
     peak = {"float32": hw.tflops.fp32, "bfloat16": hw.tflops.bf16, "float16": hw.tflops.fp16}
     memory = hw.hbm_gb_per_s * share.device_memory_efficiency
+    gpu_updates = {d: memory / update_nbytes(d) for d in FLOAT_DTYPES}
     copy = CopyLaw(share.copy_latency_us, hw.host_link_gb_per_s * share.host_link_efficiency)
     link = hw.host_link_gb_per_s * share.host_link_efficiency
     dram = host.dram_gb_per_s * share.dram_efficiency / hw.gpus_per_node
@@ -144,7 +145,7 @@ def _of_catalogue(hw: Hardware) -> CostRates:
             **{d: _cpu_update(hw, host, share, d, ADAM_STATES) for d in FLOAT_DTYPES},
             **{of_8bit_states(d): _cpu_update(hw, host, share, d, ADAM_8BIT_STATES) for d in FLOAT_DTYPES},
         },
-        gpu_update_gparam_per_s={d: memory / update_nbytes(d) for d in FLOAT_DTYPES},
+        gpu_update_gparam_per_s=_with_8bit(gpu_updates, share.gpu_block_update_share),
         links=_links(hw, host, share),
         kernel_launch_us=share.kernel_launch_us,
         compute_launch_us=share.action_launch_us,
@@ -182,6 +183,8 @@ def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
 
 def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> CostRates:
     """Measured rates; those of links and kernel launches are the catalogue's, ranks share the host."""
+    share = assumed(hw.gpu)
+    cpu_updates = _with_8bit(_by_dtype(rates.cpu_update_gparam_per_s), share.block_update_share)
     measured = CostRates(
         hw=str(hw),
         matmul_tflops=_by_dtype(rates.matmul_tflops),
@@ -191,16 +194,13 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
             stream: CopyLaw(rate.latency_us.median, rate.gb_per_s.median)
             for stream, rate in ((Stream.H2D, rates.h2d), (Stream.D2H, rates.d2h))
         },
-        cpu_update_gparam_per_s={
-            dtype: rate / hw.gpus_per_node
-            for dtype, rate in _with_8bit(_by_dtype(rates.cpu_update_gparam_per_s), assumed(hw.gpu)).items()
-        },
-        gpu_update_gparam_per_s=_by_dtype(rates.gpu_update_gparam_per_s),
+        cpu_update_gparam_per_s={dtype: rate / hw.gpus_per_node for dtype, rate in cpu_updates.items()},
+        gpu_update_gparam_per_s=_with_8bit(_by_dtype(rates.gpu_update_gparam_per_s), share.gpu_block_update_share),
         kernel_launch_us=rates.compute_launch_us.median,
         compute_launch_us=rates.compute_launch_us.median,
         copy_launch_us=rates.copy_launch_us.median,
         handoff_us=rates.handoff_us.median,
-        second_home_factor=assumed(hw.gpu).second_home_factor,
+        second_home_factor=share.second_home_factor,
         runs_inline=hw.emulated,
         sharing=Measured(rates),
     )
@@ -209,10 +209,10 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
     return replace(measured, links=known.links, kernel_launch_us=known.kernel_launch_us)
 
 
-def _with_8bit(measured: Mapping[str, float], share: Assumed) -> Mapping[str, float]:
-    """Updates by the host; what an older calibration has not measured of 8-bit states is assumed."""
-    known = {of_8bit_states(d): measured[d] * share.block_update_share for d in FLOAT_DTYPES if d in measured}
-    return {**known, **measured}
+def _with_8bit(updates: Mapping[str, float], share: float) -> Mapping[str, float]:
+    """Rates of updates; those of 8-bit states, where an older calibration has none, are a ``share`` of the others."""
+    known = {of_8bit_states(d): updates[d] * share for d in FLOAT_DTYPES if d in updates}
+    return {**known, **updates}
 
 
 def _by_dtype(rates: tuple[DtypeRate, ...]) -> Mapping[str, float]:

@@ -21,9 +21,10 @@ class Assumed:
     An efficiency is the share of the data sheet's figure that large work reaches. A hop is for each rank beyond the
     first; a hand-off lasts from the end of work on one stream to the start of work on another that waits for it. Adam's
     rate is in 1e9 parameters per second; ``dram_update_efficiency`` is of Adam by many cores, ``dram_efficiency`` of
-    copies and updates together. ``block_update_share``: of a core's rate for fp32 states, that for 8-bit
-    states, which it decodes and encodes. ``second_home_factor``: time of an update that writes elsewhere, where one
-    in place takes 1. CUDA keeps memory of a GPU, the system and each process memory of a node.
+    copies and updates together. ``block_update_share``: of a core's rate for fp32 states, that for 8-bit states, which
+    it decodes and encodes; ``gpu_block_update_share``: the same of a GPU. ``second_home_factor``: time of an update
+    that writes elsewhere, where one in place takes 1. CUDA keeps memory of a GPU, the system and each process memory of
+    a node.
     """
 
     matmul_efficiency: float
@@ -39,6 +40,7 @@ class Assumed:
     cpu_update_gparam_per_s_per_core: float
     dram_update_efficiency: float
     block_update_share: float
+    gpu_block_update_share: float
     second_home_factor: float
     dram_efficiency: float
     cuda_context_mib: int

@@ -14,7 +14,7 @@ from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import assumed, host_of
 from chunkc.hardware.catalogue import gpus, machines, read_catalogue
 from chunkc.ir.actions import Stream
-from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.state_spec import ADAM_8BIT_STATES, ADAM_STATES, StateSpec
 
 TOML = (Path(__file__).parents[2] / "chunkc" / "hardware" / "hardware.toml").read_text(encoding="utf-8")
 
@@ -132,3 +132,13 @@ def test_a_calibration_takes_the_place_of_the_catalogue() -> None:
     whole = {"float32": 2.0, "float32 8-bit": 2.0 * by_codes}  # one rank has the whole host
     assert emulated.cpu_update_gparam_per_s == whole
     assert gpu.cpu_update_gparam_per_s == {name: rate / 8 for name, rate in whole.items()}
+    on_gpu = emulated.gpu_update_gparam_per_s
+    assert on_gpu["float32 8-bit"] == on_gpu["float32"] * assumed("a100").gpu_block_update_share
+
+
+def test_a_gpu_is_slower_at_8_bit_states_by_the_catalogue_too() -> None:
+    rates = cost_rates(Hardware.parse("a100-40g-1024g"))
+    fp32, codes = (
+        rates.update_gparam_per_s(rates.gpu_update_gparam_per_s, "bfloat16", s) for s in (ADAM_STATES, ADAM_8BIT_STATES)
+    )
+    assert codes == pytest.approx(0.49 * fp32)
