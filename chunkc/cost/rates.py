@@ -210,7 +210,7 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
 
 
 def _with_8bit(updates: Mapping[str, float], share: float) -> Mapping[str, float]:
-    """Rates of updates; those of 8-bit states, where an older calibration has none, are a ``share`` of the others."""
+    """Add rates of 8-bit states, a ``share`` of the others, where an older calibration has none."""
     known = {of_8bit_states(d): updates[d] * share for d in FLOAT_DTYPES if d in updates}
     return {**known, **updates}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from placements import smallest, train_moved_and_kept
 from plan_runner import GetRunner, Setup
 from torch import nn
