@@ -5,7 +5,8 @@ room for payloads. So candidates are planned whole, by the same passes, and simu
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
     passes' own plan -> second homes, where updates are held -> saved values moved -> states on the device -> chunk size
-    -> second homes again -> states again, with a share of the others streamed -> second homes again
+    -> second homes again -> states again, with a share of the others streamed -> second homes again, and once more as
+       many as fit where the search ended before it came so far
     -> where everything is resident and ranks exchange: more segments, each of a few chunk sizes
 """
 
@@ -94,7 +95,8 @@ class Search:
         best = self._divide_exchanges(best, first)
         best = self._vary_counts(self._place_second_homes(best), with_shares=True)
         best = self._place_second_homes(best)
-        return self._move_saved(best, tuple(best.options.moved_share + step for step in (-0.125, 0.125)))
+        best = self._move_saved(best, tuple(best.options.moved_share + step for step in (-0.125, 0.125)))
+        return self._refill_second_homes(best)
 
     def _move_saved(self, best: Candidate, shares: Sequence[float]) -> Candidate:
         """Choose for which share of layers saved values go to the host, where something moves as it is."""
@@ -172,6 +174,19 @@ class Search:
         numel, most = self._drafts[best.options].chunk_numel, self._most_homes(best)
         if not most:
             return best
+        filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=most))
+        return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
+
+    def _refill_second_homes(self, best: Candidate) -> Candidate:
+        """Try once what host memory has room for, where the search ended before numbers of homes were varied again.
+
+        A choice behind the first numbers, of states or of a share that is streamed, may have left room on the host.
+        """
+        if self._num_actions < self.max_actions or not best.options.num_second_homes:
+            return best
+        if not self._decides_second_homes(best) or (most := self._most_homes(best)) <= best.options.num_second_homes:
+            return best
+        numel = self._drafts[best.options].chunk_numel
         filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=most))
         return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
 

@@ -199,6 +199,18 @@ def test_of_a_large_model_whose_updates_are_held_second_homes_are_tried_all_the_
     assert found.candidates[1].step_ms < 0.9 * found.candidates[0].step_ms
 
 
+@pytest.mark.parametrize(("max_actions", "wanted"), [(0, LAYERS), (10**9, 2)])
+def test_room_for_second_homes_is_filled_where_the_search_has_ended(max_actions: int, wanted: int) -> None:
+    """Where it has not, numbers of second homes were varied, and that number was found to be the best."""
+    known, options = slow_host(16e-6), PlanOptions(chunk_numel=NUMEL, tracks_grad_norm=True)
+    where = machine(known, TIGHT)
+    drafts = {n: make_plan(working_chain(), where, replace(options, num_second_homes=n)) for n in (2, LAYERS)}
+    search = Search(lambda o: drafts[o.num_second_homes].drafts[-1][1], assemble, known, options, max_actions)
+    few = search._price(replace(options, num_second_homes=2))
+    found = search._refill_second_homes(few)
+    assert found.options.num_second_homes == wanted and (found is few or found.step_ms < 0.99 * few.step_ms)
+
+
 def test_a_share_of_the_states_is_streamed_only_where_the_step_waits_for_updates() -> None:
     known, wanted = by_latency(3000.0), PlanOptions(chunk_numel=NUMEL)
     found = make_fastest_plan(working_chain(), machine(known, TIGHT), wanted)
