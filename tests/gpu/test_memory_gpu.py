@@ -39,7 +39,7 @@ def test_measured_within_planned_within_budget(
 ) -> None:
     """At every step, at the least budget that works and with everything resident; and close, by torch's allocator.
 
-    A step's outputs, logits and cache, are held until the next one has its own, as in usual loops: the plan counts them.
+    A step's outputs, logits and cache, are held until the next one has its own, as in usual loops, and as plans count.
     """
     nbytes = machine.overhead_nbytes + GIB
     if placement == "smallest":
