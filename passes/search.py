@@ -178,7 +178,7 @@ class Search:
         return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
 
     def _refill_second_homes(self, best: Candidate) -> Candidate:
-        """Try once what host memory has room for, where the search ended before numbers of homes were varied again.
+        """Fill host memory once where the search ended before numbers of homes were varied again.
 
         A choice behind the first numbers, of states or of a share that is streamed, may have left room on the host.
         """

@@ -76,13 +76,13 @@ def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
 
 
 def run_on_rank0(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:
-    """Rank 0 does ``lead``, which may ask the others to do ``follow``; all return, or raise, as ``lead``.
+    """The job's rank 0 does ``lead``, and others ``follow`` where asked; all end as ``lead`` does.
 
     ``lead`` is given a function: when it calls that with a value, the other ranks call ``follow`` with it.
     """
-    if ranks.size == 1:
+    if ranks.job_size == 1:
         return lead(lambda value: None)
-    if not ranks.is_first:
+    if not ranks.is_first_of_job:
         result: T = _follow(ranks, follow)
         return result
     try:
@@ -101,7 +101,7 @@ _MORE, _DONE, _FAILED = "more", "done", "failed"
 
 def _follow(ranks: Ranks, follow: Callable[[Any], object]) -> Any:
     while True:
-        what, value = pickle.loads(ranks.collect(b"")[0])
+        what, value = pickle.loads(ranks.collect_from_job(b"")[0])
         if what == _FAILED:
             raise value
         if what == _DONE:
@@ -110,7 +110,7 @@ def _follow(ranks: Ranks, follow: Callable[[Any], object]) -> Any:
 
 
 def _announce(ranks: Ranks, what: str, value: object) -> None:
-    ranks.collect(pickle.dumps((what, value)))
+    ranks.collect_from_job(pickle.dumps((what, value)))
 
 
 def _forwarded_error(error: Exception, rank: int) -> Exception:

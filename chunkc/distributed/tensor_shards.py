@@ -78,6 +78,10 @@ class TensorShard:
         """`view` of a value that nothing is to be differentiated by."""
         return self.view(value.detach())
 
+    def gathered(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of all ranks' parts ``local``; collective among those of the mesh."""
+        return self.whole(local).full_tensor() if self.is_divided else local
+
     def part(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``value``, a DTensor in any placement or a whole tensor that all ranks have.
 

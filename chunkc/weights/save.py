@@ -42,7 +42,8 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
     written once, under the name that transformers expects; the header names the others. The files load with
     ``chunkc.load_pretrained``, ``from_pretrained`` (which also wants ``model.config.save_pretrained(directory)``) and
     ``safetensors.torch.load_model``. They replace those of an earlier save when all are whole; a killed save leaves the
-    earlier one, or, while several shards take their names, no index. All ranks call this, and rank 0 writes.
+    earlier one, or, while several shards take their names, no index. All ranks call this, and rank 0 writes: whole
+    tensors, also where ranks along ``tp`` have parts.
 
     Args:
         max_shard_size: most bytes of values in a file, as a number or like ``"5GB"`` (powers of 1000). A larger tensor
@@ -58,14 +59,15 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
         RankError: when the ranks do not all save the same.
     """
     started_s = time.perf_counter()
-    with memory_of(model).ranks.agreement_scope():
-        tensors, folder, limit_nbytes = ModelTensors(model), Path(directory), _parse_size(max_shard_size)
+    with memory_of(model, allows_parts=True).ranks.agreement_scope():
+        tensors, folder = ModelTensors(model, gathers_parts=True), Path(directory)
+        limit_nbytes = _parse_size(max_shard_size)
         entries = _saved_entries(model, tensors)
         tensors.ranks.agree(Kind.SAVE, lambda: [f"{directory=!s}", f"{limit_nbytes=}", *entries])
     shards = _split(entries, limit_nbytes)
     names = [WEIGHTS_NAME] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     names = tensors.led_read(lambda read: _write_files(folder, names, shards, read))
-    if tensors.ranks.is_first:
+    if tensors.ranks.is_first_of_job:
         nbytes, seconds = sum(entry.nbytes for entry in entries.values()), time.perf_counter() - started_s
         logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
     return tuple(folder / name for name in names)

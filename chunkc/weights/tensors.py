@@ -53,19 +53,22 @@ class Entry:
 class ModelTensors:
     """Names of the state of a compiled model (or of a part of one), and access to one value at a time.
 
+    Under tensor parallelism, where ``gathers_parts`` allows it, values are read whole; nothing is written.
+
     Attributes:
         entries: in the order of the state dict.
         others: names of other state (``get_extra_state``), whose values only their module can take.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._memory = memory_of(model)
+    def __init__(self, model: nn.Module, *, gathers_parts: bool = False) -> None:
+        self._memory = memory_of(model, allows_parts=gathers_parts)
         self._freed, self._last_nbytes = FreedPages(), 0
         self.ranks = self._memory.ranks
         groups: dict[tuple[str, int], list[str]] = {}
         held: dict[tuple[str, int], torch.Tensor] = {}
-        others = []
-        for name, value in model.state_dict(keep_vars=True).items():
+        others, params = [], dict(model.named_parameters(remove_duplicate=False))
+        for name, held_value in model.state_dict(keep_vars=True).items():
+            value = params.get(name, held_value)  # in place of a DTensor the part that it shows
             if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
                 others.append(name)
                 continue
@@ -79,7 +82,8 @@ class ModelTensors:
     def _entry(self, names: list[str], value: torch.Tensor, key: tuple[str, int]) -> Entry:
         is_param = key[0] == "param"
         dtype = self._memory.staging.dtypes[key[1]] if is_param else value.dtype
-        shape = tuple(value.shape)
+        is_part = is_param and key[1] in self._memory.shards
+        shape = tuple(self._memory.shards[key[1]].shape if is_part else value.shape)
         param, buffer = (key[1], None) if is_param else (None, value)
         return Entry(names[0], tuple(names[1:]), shape, dtype, param, buffer)
 
@@ -102,7 +106,7 @@ class ModelTensors:
         self._freed.add(self._last_nbytes)
         self._last_nbytes = entry.nbytes
         if entry.param is not None:
-            return self._memory.read_exact(entry.param)
+            return self._memory.read_whole(entry.param)
         return _held(entry).to("cpu", copy=True)
 
     def write(self, entry: Entry, value: torch.Tensor) -> None:
@@ -148,8 +152,11 @@ class ModelTensors:
         self.write(entry, value)
 
 
-def memory_of(model: nn.Module) -> Parameters:
-    """Memory of the compiled model that ``model`` is, or is a part of; ChunkcError when there is not one."""
+def memory_of(model: nn.Module, *, allows_parts: bool = False) -> Parameters:
+    """Memory of the compiled model that ``model`` is, or is a part of; ChunkcError when there is not one.
+
+    One under tensor parallelism is refused where no ``allows_parts`` says that parts are understood.
+    """
     params = list(model.parameters())
     memories: list[Parameters] = [p.chunkc_store for p in params if isinstance(p, ManagedTensor)]
     if not memories or len(memories) < len(params) or any(memory is not memories[0] for memory in memories):
@@ -157,12 +164,12 @@ def memory_of(model: nn.Module) -> Parameters:
             f"the parameters of this {type(model).__name__} do not stand in one compiled model: call chunkc.compile "
             "first, and outside of `with chunkc.full_params(model):`"
         )
-    if memories[0].ranks.tensor_size > 1:
+    if memories[0].ranks.tensor_size > 1 and not allows_parts:
         raise ChunkcError(
-            f"this {type(model).__name__} computes under tensor parallelism, and chunkc's own checkpoints and weight "
-            "files hold whole tensors only. Save model.state_dict() and optimizer.state_dict(), whose values are "
-            "DTensors, by torch.distributed.checkpoint, and load them by load_state_dict; load pretrained weights "
-            "before the model is parallelised"
+            f"this {type(model).__name__} computes under tensor parallelism, and chunkc's own checkpoints hold whole "
+            "tensors only. Save model.state_dict() and optimizer.state_dict(), whose values are DTensors, by "
+            "torch.distributed.checkpoint, and load them by load_state_dict; save weights by chunkc.save_safetensors, "
+            "and load pretrained ones before the model is parallelised"
         )
     return memories[0]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint
 from accumulating import large, micro_batches, train_large, train_plain_16_in_parts
@@ -23,6 +24,7 @@ from rank_tensor import (
     refusals,
     reload,
     save_by_torch,
+    save_weights,
     start_with_other_values,
     train,
     train_for_ever,
@@ -161,7 +163,6 @@ def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     parts = {
         "save_checkpoint": "torch.distributed.checkpoint",
-        "save_safetensors": "torch.distributed.checkpoint",
         "load_pretrained": "before the model is parallelised",
         "full_params": "not built for tensor parallelism",
         "clip": "chunkc.clip_grad_norm_",
@@ -242,3 +243,30 @@ def test_tensor_and_data_ranks_clip_as_one_process(four_ranks: Pool) -> None:
     assert min(norms) > 0.5, "every step is clipped"
     for done in four_ranks.run(train, work, timeout_s=400):
         assert_same_semantics(replace(done.trained, losses=wanted.losses), wanted)
+
+
+def check_weights(found: list[dict[str, torch.Tensor]], folder: Path, name: str) -> None:
+    """One process loads the files as they are: they have whole tensors, tied ones once."""
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        saved |= safetensors.torch.load_file(file)
+    assert saved and all(torch.equal(value, found[0][key]) for key, value in saved.items())
+    plain = Parallel(name).case.build()
+    missing, unexpected = plain.load_state_dict(saved, strict=False)
+    assert not unexpected and (name == "llama_tied") == bool(missing)
+    plain.tie_weights() if hasattr(plain, "tie_weights") else None
+    for key, value in plain.state_dict().items():
+        assert all(torch.equal(value, state[key]) for state in found), key
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_sequence"])
+def test_weights_are_saved_whole(name: str, two_ranks: Pool, tmp_path: Path) -> None:
+    found = two_ranks.run(save_weights, Parallel(name, is_text=name == "llama_tied"), str(tmp_path))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    check_weights(found, tmp_path, name)
+
+
+@pytest.mark.slow
+def test_weights_are_saved_whole_beside_data_ranks(four_ranks: Pool, tmp_path: Path) -> None:
+    work = Parallel("llama_untied", TP_AND_SHARD, is_text=True)
+    check_weights(four_ranks.run(save_weights, work, str(tmp_path)), tmp_path, "llama_untied")

@@ -217,6 +217,11 @@ class Parameters:
         """Copy in host memory in the dtype that the parameter was handed over in; of param32 if there is one."""
         return self._read(index).to("cpu")
 
+    def read_whole(self, index: int) -> torch.Tensor:
+        """`read_exact` of the whole tensor, of whose parts ranks along ``tp`` have one each."""
+        value = self.read_exact(index)
+        return self.shards[index].gathered(value) if index in self.shards else value
+
     def agree_on(self, what: str, index: int) -> None:
         """All ranks are about to read or write the same of a parameter."""
         self.ranks.agree(Kind.READ, lambda: [f"{what} of {self.name_of(index)}"], f"{what} of {self.name_of(index)}")
