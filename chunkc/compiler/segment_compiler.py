@@ -119,8 +119,8 @@ class SegmentCompiler:
         note = "cached for next time" if self.fuses else ""
         progress = Counted("compiling", len(missing), "different segments", note)
         waiting = deque(missing.values())
-        if self._has_workers and missing:
-            await_kernel_workers()
+        if self._has_workers and missing and not await_kernel_workers():
+            logger.info("Inductor's workers take no kernels: this process compiles them itself, one by one")
         with named_vectors() if self.fuses else nullcontext(), CompileHelpers[LoweredSegment]() as helpers:
             while waiting:
                 elapsed_s = self._compile_segment(waiting.popleft(), progress)
