@@ -146,10 +146,29 @@ def partition(
     recompute_layers(joint.graph, cone, keep, changing)
     save_borders(joint.graph, cone)
     forward, backward = min_cut_partition(joint, inputs, **options)
+    hoist_saved_views(forward.graph)
     save_sizes(forward, backward)
     drop_idle_states(forward, backward)
     check_outputs(forward, names)
     return forward, backward
+
+
+def hoist_saved_views(forward: Graph) -> None:
+    """Put views that only backward reads right behind what they show, in place.
+
+    The partitioner saves views which backward alone takes, such as transposes for gradients of weights, at the end of
+    forward; there they would be the last use of all large activations.
+    """
+    late: dict[Node, None] = {}
+    for node in reversed(forward.nodes):
+        if node.op == "call_function" and is_view(node) and all(u.op == "output" or u in late for u in node.users):
+            late[node] = None
+    order = {node: position for position, node in enumerate(forward.nodes)}
+    for node in reversed(late):
+        latest = max(node.all_input_nodes, key=order.__getitem__)
+        if latest.op == "call_function":
+            latest.append(node)
+            order[node] = order[latest]
 
 
 def copied(module: GraphModule) -> GraphModule:

@@ -40,6 +40,20 @@ class Held(nn.Module):
         return torch.tanh(self.second(torch.tanh(self.first(x)))).view(-1)
 
 
+class ByMatrices(nn.Module):
+    """Backward of addmm takes what is multiplied as a transpose; nothing else takes what gelu gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.full((4, 4), 0.1 * i)) for i in range(1, 4)])
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = nn.functional.gelu(torch.addmm(self.bias, x, weight))
+        return x.sum()
+
+
 LINES = {text.strip(): number for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)}
 
 
@@ -82,6 +96,16 @@ def test_what_others_hold_too_cannot_leave() -> None:
     assert first.used_until is not None
     assert operators[first.used_until].target == "aten.addmm.default" and first.used_until > first.made_by
     assert last.used_until is None
+
+
+def test_a_transpose_for_backward_is_no_late_use() -> None:
+    """The partitioner puts it at the end of forward; what it shows is used up by the product behind it."""
+    schedule = schedule_of(ByMatrices())
+    names = [op.target for op in schedule.forward.operators]
+    products = [i for i, name in enumerate(names) if name == "aten.addmm.default"]
+    gelus = [v for v in schedule.saved_values() if names[v.made_by] == "aten.gelu.default"]
+    assert [v.used_until for v in gelus] == products[1:]
+    assert [names[v.made_by + 1] for v in gelus] == ["aten.t.default"] * 2
 
 
 def test_readers_move_along_where_graphs_are_joined() -> None:
