@@ -124,6 +124,7 @@ def vit() -> nn.Module:
         transformers.ViTConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=8,
             patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            problem_type="single_label_classification",  # else the first call sets it
         )
     )  # fmt: skip
 
