@@ -27,6 +27,7 @@ from chunkc.ir.tiers import Tier
 from chunkc.passes.os_placement import most_resident_states
 from chunkc.passes.support.budget import demand_of, most_within, with_homes
 from chunkc.passes.support.draft import Draft, PlanOptions, decided
+from chunkc.passes.support.moved_values import movable_layers
 from chunkc.passes.support.second_homes import candidates
 from chunkc.progress import stage
 
@@ -95,21 +96,41 @@ class Search:
         best = self._divide_exchanges(best, first)
         best = self._vary_counts(self._place_second_homes(best), with_shares=True)
         best = self._place_second_homes(best)
-        best = self._move_saved(best, tuple(best.options.moved_share + step for step in (-0.125, 0.125)))
+        best = self._move_saved(best, ())
         return self._refill_second_homes(best)
 
     def _move_saved(self, best: Candidate, shares: Sequence[float]) -> Candidate:
-        """Choose for which share of layers saved values go to the host, where something moves as it is."""
+        """Choose for which share of layers saved values go to the host, where something moves as it is.
+
+        Tried are ``shares``, then numbers of layers around the best: an eighth of them away, and halves of that.
+        """
         draft = self._drafts[best.options]
+        num_layers = len(movable_layers(draft.schedule))
         is_decided = self.options.activations != "auto" or bool(self.options.fixed_moves)
-        if is_decided or draft.is_resident or not draft.schedule.saved_values():
+        if is_decided or draft.is_resident or not num_layers:
             return best
         numel = draft.chunk_numel  # kept: a pass would search for it again
-        sized = replace(best.options, chunk_numel=numel)
-        moved = self._best_of(best, [replace(sized, moved_share=min(max(0.0, share), 1.0)) for share in shares])
+
+        def moving(share: float) -> PlanOptions:
+            return replace(best.options, chunk_numel=numel, moved_share=min(max(0.0, share), 1.0))
+
+        moved = self._best_of(best, map(moving, shares))
+        if moved.options.moved_share or not shares:
+            moved = self._vary_moved(moved, moving, num_layers)
         if moved is best:
             return best
         return self._best_of(moved, [replace(moved.options, chunk_numel=self.options.chunk_numel)])
+
+    def _vary_moved(self, best: Candidate, moving: Callable[[float], PlanOptions], num_layers: int) -> Candidate:
+        """Vary the number of layers that move what they save; ``moving`` gives the options of a share."""
+        step = max(1, num_layers // 8)
+        while step:
+            num = round(best.options.moved_share * num_layers)
+            closer = self._best_of(best, (moving(n / num_layers) for n in (num - step, num + step)))
+            if closer is best:
+                step = step // 2 if best.options.moved_share else 0
+            best = closer
+        return best
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
         """Of every octave of chunk sizes the one that moves least, with as many bytes of states."""

@@ -72,6 +72,12 @@ def movable(schedule: Schedule) -> dict[int, list[MovedValue]]:
     return dict(sorted(pieces.items()))
 
 
+def movable_layers(schedule: Schedule) -> dict[int, list[MovedValue]]:
+    """Of `movable`, the pieces that move as a whole: not the last ones, which are read again at once."""
+    num_pieces = len(piece_starts(schedule))
+    return {piece: values for piece, values in movable(schedule).items() if piece + 2 < num_pieces}
+
+
 def _positions(starts: Sequence[int], num_ops: int) -> list[int]:
     """The piece of every operator."""
     marks = [0] * num_ops
@@ -84,15 +90,14 @@ def choose_moves(schedule: Schedule, options: PlanOptions) -> tuple[TimedMove, .
     """The moves that ``options`` ask for: ``fixed_moves``, or the share of pieces that move."""
     if schedule.is_evaluation or not (options.moved_share or options.fixed_moves):
         return ()
-    starts, pieces = piece_starts(schedule), movable(schedule)
     if options.fixed_moves:
         wanted = frozenset(options.fixed_moves)
-        pieces = {p: [v for v in values if v.index in wanted] for p, values in pieces.items()}
-        chosen = [piece for piece, values in pieces.items() if values]
+        pieces = {p: [v for v in values if v.index in wanted] for p, values in movable(schedule).items()}
+        groups = [(piece, values) for piece, values in pieces.items() if values]
     else:
-        fitting = [piece for piece in pieces if piece + 2 < len(starts)]  # the last are read again at once
-        chosen = [fitting[i] for i in spread(len(fitting), round(options.moved_share * len(fitting)))]
-    return _timed(schedule, starts, [(piece, pieces[piece]) for piece in chosen])
+        layers = list(movable_layers(schedule).items())
+        groups = [layers[i] for i in spread(len(layers), round(options.moved_share * len(layers)))]
+    return _timed(schedule, piece_starts(schedule), groups)
 
 
 def _timed(

@@ -18,7 +18,8 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan, make_plan
-from chunkc.passes.support.moved_values import choose_moves, movable, piece_starts
+from chunkc.passes.search import MIN_GAIN
+from chunkc.passes.support.moved_values import choose_moves, movable, movable_layers, piece_starts
 
 
 def layered(sizes: list[list[int]], numel: int = 64, *, named: bool = True) -> Schedule:
@@ -239,3 +240,20 @@ def test_the_search_moves_what_gains_time() -> None:
     assert simulate_with(found.plan, rates()).step_ms <= best_ms * 1.01
     roomy = make_fastest_plan(schedule, replace(target(), rates=rates()))
     assert roomy.moved_share == 0.0 and not roomy.plan.moves
+
+
+@pytest.mark.parametrize("device", [130 << 20, 150 << 20, 170 << 20])
+def test_one_layer_more_or_less_that_moves_is_no_faster(device: int) -> None:
+    """Shares are tried down to single layers, around the best of those that are far apart."""
+    schedule, num_layers = layered([[4 << 20] * 3 for _ in range(18)], numel=1 << 20), 16
+    assert len(movable_layers(schedule)) == num_layers
+    crowded = replace(target(device=device), rates=rates())
+    best = min(make_fastest_plan(schedule, crowded).candidates, key=lambda c: c.step_ms)
+    num = round(best.options.moved_share * num_layers)
+    assert 0 < num < num_layers
+    for other in (num - 1, num + 1):
+        try:
+            plan = make_plan(schedule, crowded, replace(best.options, moved_share=other / num_layers)).plan
+        except BudgetError:
+            continue
+        assert simulate_with(plan, rates()).step_ms >= best.step_ms * (1 - MIN_GAIN)
