@@ -120,7 +120,7 @@ def make_fitting_plan(
             try:
                 fitting = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
             except BudgetError as still:
-                refusal = _lesser(error, still)
+                refusal = _lesser(error, still, target.budget_nbytes(Tier.HOST))
                 break
             if is_asked:
                 raise _advised(error) from None
@@ -129,10 +129,14 @@ def make_fitting_plan(
         return fitting
 
 
-def _lesser(error: BudgetError, moving: BudgetError) -> BudgetError:
-    """The error of a plan, or that of one that moves saved values, where less of the device is enough."""
-    is_less = moving.moment != Tier.HOST and moving.min_device_nbytes < error.min_device_nbytes
-    return moving if is_less else error
+def _lesser(error: BudgetError, moving: BudgetError, host_nbytes: int) -> BudgetError:
+    """The error of a plan, or that of one that moves saved values, where less of the device is enough.
+
+    One that lacks host memory alone is taken only where the plan would lack some of ``host_nbytes``, too.
+    """
+    if moving.moment == Tier.HOST:
+        return moving if error.min_host_nbytes > host_nbytes else error
+    return moving if moving.min_device_nbytes < error.min_device_nbytes else error
 
 
 def _advised(error: BudgetError) -> BudgetError:
