@@ -102,7 +102,7 @@ class Search:
     def _move_saved(self, best: Candidate, shares: Sequence[float]) -> Candidate:
         """Choose for which share of layers saved values go to the host, where something moves as it is.
 
-        Tried are ``shares``, then numbers of layers around the best: an eighth of them away, and halves of that.
+        Tried are ``shares``, or, without them, numbers of layers around the best.
         """
         draft = self._drafts[best.options]
         num_layers = len(movable_layers(draft.schedule))
@@ -114,15 +114,19 @@ class Search:
         def moving(share: float) -> PlanOptions:
             return replace(best.options, chunk_numel=numel, moved_share=min(max(0.0, share), 1.0))
 
-        moved = self._best_of(best, map(moving, shares))
-        if moved.options.moved_share or not shares:
-            moved = self._vary_moved(moved, moving, num_layers)
+        if shares:
+            moved = self._best_of(best, map(moving, shares))
+        else:
+            moved = self._vary_moved(best, moving, num_layers)
         if moved is best:
             return best
         return self._best_of(moved, [replace(moved.options, chunk_numel=self.options.chunk_numel)])
 
     def _vary_moved(self, best: Candidate, moving: Callable[[float], PlanOptions], num_layers: int) -> Candidate:
-        """Vary the number of layers that move what they save; ``moving`` gives the options of a share."""
+        """Vary the number of layers that move what they save, by an eighth of them at first and then by halves.
+
+        ``moving`` gives the options of a share.
+        """
         step = max(1, num_layers // 8)
         while step:
             num = round(best.options.moved_share * num_layers)
