@@ -123,7 +123,7 @@ class Search:
         return self._best_of(moved, [replace(moved.options, chunk_numel=self.options.chunk_numel)])
 
     def _vary_moved(self, best: Candidate, moving: Callable[[float], PlanOptions], num_layers: int) -> Candidate:
-        """Vary the number of layers that move what they save, by an eighth of them at first and then by halves.
+        """Vary the number of layers that move what they save, by an eighth of them and halves of that.
 
         ``moving`` gives the options of a share.
         """
