@@ -154,7 +154,7 @@ def partition(
 
 
 def hoist_saved_views(forward: Graph) -> None:
-    """Put views that only backward reads right behind what they show, in place.
+    """Put views that forward only hands out right behind what they show, in place.
 
     The partitioner saves views which backward alone takes, such as transposes for gradients of weights, at the end of
     forward; there they would be the last use of all large activations.
