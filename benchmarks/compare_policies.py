@@ -219,8 +219,8 @@ HEADINGS: Final = (
 )  # fmt: skip
 
 
-def page(rows: Sequence[Line], batch: int, sequence: int) -> str:
-    """The text of docs/comparison.md."""
+def page(rows: Sequence[Line], batch: int, sequence: int, num_commits: int = 1) -> str:
+    """The text of docs/comparison.md; ``num_commits``: that made ``rows``."""
     contested = [row for row in rows if row.is_contested]
     won = [row for row in contested if row.is_fastest]
     only = [row for row in rows if row.is_planned and not row.is_contested]
@@ -258,6 +258,9 @@ def page(rows: Sequence[Line], batch: int, sequence: int) -> str:
         "",
         "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",
     ]
+    if num_commits > 1:
+        parts[-1] += f" Rows are of {num_commits} commits, which do not all plan alike:"
+        parts.append("the newest journal of rows in `benchmarks/results` names the commit of each.")
     for hw in dict.fromkeys(row.hw for row in rows):
         own = [row.cells for row in rows if row.hw == hw]
         table = tabulate(own, headers=HEADINGS, tablefmt="github", disable_numparse=True)
@@ -311,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = [plan(model) for model in args.models]
     ordered = [row for machine in zip(*found, strict=True) for row in machine]
-    args.out.write_text(page(ordered, args.batch, args.seq), encoding="utf-8")
+    num_commits = 1 if args.journal is None else len({row["commit"] for row in records(args.journal)})
+    args.out.write_text(page(ordered, args.batch, args.seq, num_commits), encoding="utf-8")
     return 0 if all(row.is_fastest for row in ordered) else 1
 
 
