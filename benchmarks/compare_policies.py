@@ -247,11 +247,11 @@ def page(rows: Sequence[Line], batch: int, sequence: int, num_commits: int = 1) 
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",
         f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than its largest bound,",
-        "and so does the last figure with a decision. A bound is the work of one stream, or the *exchange* of one",
+        "and so does the last figure with a decision. A bound is the work of one stream; or the *exchange* of one",
         "parameter in one piece: from the first operator that reads it to the one that makes its gradient, then",
-        f"reduction, update and gathering. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a decision, the "
-        "critical path says "
-        "where the step goes, and",
+        "reduction, update and gathering; or the *round trip* of what moves: to host memory, and then back, since what",
+        f"goes last in forward comes first in backward. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a "
+        "decision, the critical path says where the step goes, and",
         "with a decision also how many of the chunks that are updated on the host have a second home, and what host",
         f"memory a rank has left for more. Of {len(decided)} plans with a decision, {len(close)} are within "
         f"{DECIDED_ABOVE:.0%}.",

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 from costs import RATES, rates, with_work
-from schedules import chain, op, param, planned, planned_somewhere, schedule, target
+from schedules import PLENTY, chain, layered, op, param, planned, planned_somewhere, schedule, target
 
 from chunkc.cost.simulate import simulate_with
 from chunkc.passes import PlanOptions
@@ -65,3 +65,26 @@ def test_no_step_is_below_a_bound(script: ModuleType, world_size: int, device: i
     assert step.num_second_homes <= step.num_updated_below <= len(plan.layout.chunks)
     assert step.host_left_nbytes == plan.memory.host_budget_nbytes - plan.memory.host_nbytes >= 0
     assert script.Step(replace(timeline, step_ms=2.0), {"compute": 1.0}).excess == 1.0
+
+
+def test_the_round_trip_of_two_layers_by_hand(script: ModuleType) -> None:
+    """Work of 1 ms each; two of four layers move 512 bytes, 2 ms each way, and parameters stay."""
+    plan = with_work(planned(layered([[512]] * 4), target(), PlanOptions(fixed_moves=(0, 1))).plan, 1)
+    # the first value is made in 1, both are away in 4 and back in 4; the last segment reads the first one, lands 64
+    # elements in 1, and 256 are updated in 4
+    assert plan.moves[0].is_made_in(plan.segments[0]) and plan.moves[0].is_used_in(plan.segments[-1])
+    assert script.round_trip_ms(plan, RATES) == pytest.approx(1 + 4 + 4 + 1 + 1 + 4)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("work", [0, 1, 8, 64])
+@pytest.mark.parametrize("device", [40_000, 60_000, PLENTY])
+def test_no_step_is_below_its_round_trip(script: ModuleType, share: float, work: int, device: int) -> None:
+    options = PlanOptions(moved_share=share, activations="offload")
+    plan = with_work(planned(layered([[4096, 1024]] * 8), target(device), options).plan, work)
+    assert plan.moves
+    assert 0 < script.round_trip_ms(plan, RATES) <= simulate_with(plan, RATES).step_ms * (1 + 1e-9)
+
+
+def test_what_stays_makes_no_round_trip(script: ModuleType) -> None:
+    assert script.round_trip_ms(planned(layered([[512]] * 4), target()).plan, RATES) == 0

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import param, planned, planned_somewhere, target
+from schedules import layered, planned, planned_somewhere, target
 
 from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.cost.simulate import simulate_with
@@ -14,44 +14,12 @@ from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Op
 from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
+from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan, make_plan
 from chunkc.passes.search import MIN_GAIN
 from chunkc.passes.support.moved_values import choose_moves, movable, movable_layers, piece_starts
-
-
-def layered(sizes: list[list[int]], numel: int = 64, *, named: bool = True) -> Schedule:
-    """Layers of one parameter, which save values of ``sizes``; the first of each layer is read by the next one too.
-
-    Bytes alive are those of the saved values alone.
-    """
-    params = [param(f"layers.{i}.weight", numel) for i in range(len(sizes))]
-    spans: list[tuple[int, int, int, int]] = []  # maker, bytes, last forward reader, backward reader
-    num_forward = sum(map(len, sizes))
-    starts = [sum(map(len, sizes[:i])) for i in range(len(sizes))]
-    for layer, values in enumerate(sizes):
-        for offset, nbytes in enumerate(values):
-            made_by = starts[layer] + offset
-            following = starts[layer + 1] if layer + 1 < len(sizes) and offset == 0 else made_by
-            spans.append((made_by, nbytes, following, num_forward - 1 - made_by))
-    forward, backward = [], []
-    for layer, values in enumerate(sizes):
-        for offset, nbytes in enumerate(values):
-            made_by, _, used_until, read_by = spans[starts[layer] + offset]
-            live = sum(n for maker, n, *_ in spans if maker <= made_by)
-            name = f"layers.{layer}" if named else ""
-            operator = Operator(f"op{made_by}", "aten.mm.default", (layer,), (), 8, 8, live, live, 0, name)
-            forward.append(replace(operator, saved_nbytes=nbytes, read_by=(read_by, read_by), used_until=used_until))
-    for position in range(num_forward):
-        live = sum(n for *_, n, _, reader in [(m, n, u, r) for m, n, u, r in spans] if reader >= position)
-        made_by = num_forward - 1 - position
-        layer = max(i for i, start in enumerate(starts) if start <= made_by)
-        grads = (layer,) if made_by == starts[layer] else ()
-        after = live - spans[made_by][1]
-        backward.append(Operator(f"b{position}", "aten.mm.default", (layer,), grads, 8, 8, live, after, 0))
-    return Schedule(tuple(params), GraphSchedule("forward", tuple(forward)), GraphSchedule("backward", tuple(backward)))
 
 
 def away_by_replay(plan: Plan) -> dict[str, int]:
