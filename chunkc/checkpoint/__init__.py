@@ -81,7 +81,8 @@ def save_checkpoint(
     into a directory, and each stage of a pipeline into one of its own.
 
     All ranks that train the model call this, with a directory that all of them see: each writes what stands in its own
-    chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's.
+    chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's. Tensors are whole in it, also those
+    of which ranks along ``tp`` have parts.
 
     Args:
         scheduler: whatever has ``state_dict`` and ``load_state_dict`` over plain values and tensors.
@@ -145,9 +146,9 @@ def load_checkpoint(
     """Go on from the newest checkpoint in ``directory``, or from the one that ``directory`` is.
 
     Every file is compared with its checksum and everything with the model first; nothing has changed when this raises
-    for either. Budget, chunk size, compute dtype, the dtype handed over, the machine and the number of ranks may differ
-    from the run that saved; names, shapes, tied parameters and the optimizer's groups may not. On the same machine,
-    with the same options, training goes on to the bit. No file is unpickled.
+    for either. Budget, chunk size, compute dtype, the dtype handed over, the machine, the number of ranks and the mesh
+    may differ from the run that saved; names, shapes, tied parameters and the optimizer's groups may not. On the same
+    machine, with the same options, training goes on to the bit. No file is unpickled.
 
     All ranks call this; each reads what stands in its own chunks. A new rank keeps its generators of random numbers.
 
@@ -184,7 +185,7 @@ def load_checkpoint(
             resume(fit, objects, check_optimizer(optimizer, runtime), groups)
 
     runtime.transactions.run(write)
-    if ranks.is_first:
+    if ranks.is_first_of_job:
         logger.info("loaded %s in %.1f s", path, time.perf_counter() - started_s)
     return Checkpoint(path, manifest.step, objects["extra"], manifest.versions)
 
@@ -266,7 +267,7 @@ def write_checkpoint(root: Path, model: nn.Module, runtime: ModelRuntime, conten
         ) from error
     finally:
         runtime.parameters.end_snapshot(contents.reader)
-    if contents.ranks.is_first:
+    if contents.ranks.is_first_of_job:
         if keep is not None:
             folders.prune(root, keep)
         logger.info("saved %s, %.1f MB, in %.1f s", path, contents.nbytes / 1e6, time.perf_counter() - started_s)
@@ -278,12 +279,12 @@ def _write_files(root: Path, contents: Contents) -> Path:
     path = of_first(ranks, lambda: folders.begin(root, contents.step, contents.stage))
     try:
         exchange(ranks, lambda: _check_folder(root, path, contents))
-        writer = SafetensorsWriter(path, ranks.rank)
+        writer = SafetensorsWriter(path, ranks.job_rank)
         save(writer, contents.kept, ranks)
         written = exchange(ranks, lambda: writer.digests)
         return of_first(ranks, lambda: _publish(path, contents, {k: v for part in written for k, v in part.items()}))
     except BaseException:
-        if ranks.is_first:
+        if ranks.is_first_of_job:
             shutil.rmtree(path, ignore_errors=True)
         raise
 

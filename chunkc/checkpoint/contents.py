@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from chunkc.checkpoint.encode import Encoder
-from chunkc.checkpoint.generators import read_generators
+from chunkc.checkpoint.generators import place_of, read_generators
 from chunkc.checkpoint.objects import PREFIX
 from chunkc.checkpoint.planners import Flats, Kept
-from chunkc.checkpoint.shares import Share
+from chunkc.checkpoint.shares import Share, share_of
 from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Ranks
@@ -160,7 +160,7 @@ def gather(
     params = _params(runtime, optimizer.declare(optimizer.param_groups).states.names, steps, reader)
     return Contents(
         step=max(steps.values(), default=0),
-        kept=params | whole if runtime.ranks.is_first else params,
+        kept=params | whole if runtime.ranks.is_first_of_job else params,
         nbytes=sum(kept.nbytes for kept in (params | whole).values()),
         objects=objects,
         reader=reader,
@@ -178,12 +178,13 @@ def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
 
 
 def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    encoder = Encoder(f"{PREFIX}.rank{ranks.rank}")
+    place = place_of(ranks)
+    encoder = Encoder(f"{PREFIX}.rank{place}")
     encoded = encoder.encode(read_generators(), "generators")
     arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers
-    by_rank = exchange(ranks, lambda: (encoded, arrays))
-    tensors = {key: torch.from_numpy(array) for _, states in by_rank for key, array in states.items()}
-    return {str(rank): states for rank, (states, _) in enumerate(by_rank)}, tensors
+    by_rank = exchange(ranks, lambda: (place, encoded, arrays))
+    tensors = {key: torch.from_numpy(array) for _, _, states in by_rank for key, array in states.items()}
+    return {place: states for place, states, _ in by_rank}, tensors
 
 
 def _params(
@@ -193,8 +194,7 @@ def _params(
     params: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.parameters.staging.dtypes[index]
-        ranges = runtime.parameters.own_ranges(index) if runtime.parameters.is_in_first_replica else ()
-        share = Share(info.shape, info.stride, ranges)
+        share = share_of(runtime.parameters, index, runtime.parameters.saved_ranges(index))
         own = states if index in steps else ()
         for key, stored, position in _stored(info.name, dtype, runtime.parameters.is_trained(index), own):
             state = own[position - 1] if position else ""

@@ -268,7 +268,7 @@ def verify(path: Path, ranks: Ranks | None = None) -> Manifest:
     """
     ranks = ranks or Ranks()
     [manifest, *_] = exchange(ranks, lambda: read_manifest(path))
-    share = list(manifest.files.items())[ranks.rank :: ranks.size]
+    share = list(manifest.files.items())[ranks.job_rank :: ranks.job_size]
     by_rank = exchange(ranks, lambda: {name: fault for name, d in share if (fault := _fault(path / name, d))})
     faults = {name: fault for of_rank in by_rank for name, fault in of_rank.items()}
     if faults:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.files import FormatError, shown
 
 _NUMPY_NUM_KEYS: Final = 624
@@ -76,14 +77,23 @@ def _num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def write_generators_of(rank: int, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put back the generators of ``rank`` out of those of all ranks that saved.
+def place_of(ranks: Ranks) -> str:
+    """The place of this rank in a checkpoint: ``2``, or ``2.1`` where it is the second that computes what they do."""
+    return str(ranks.rank) if ranks.tensor_size == 1 else f"{ranks.rank}.{ranks.tensor_rank}"
 
-    A rank that did not save keeps its own, with a log line: another rank's states would draw the same numbers twice.
+
+def write_generators_of(ranks: Ranks, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back the generators of this rank out of those of all ranks that saved.
+
+    Where ranks along ``tp`` are more or fewer than those that saved, they take the states of the first with their
+    batches, since they draw alike. A rank whose batches nobody took keeps its own, with a log line: another rank's
+    states would draw the same numbers twice.
     """
-    if str(rank) in states:
-        write_generators(states[str(rank)])
-        return
+    rank = ranks.rank
+    for place in (place_of(ranks), f"{rank}.0", str(rank)):
+        if place in states:
+            write_generators(states[place])
+            return
     logger.warning(
         "the checkpoint was saved by %d ranks, none of which was rank %d: its random number generators stay as they "
         "are, so what it draws depends on how the script has seeded them",

@@ -52,7 +52,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.share.shape) * self.dtype.itemsize
+        return math.prod(self.share.whole_shape) * self.dtype.itemsize
 
     @staticmethod
     def whole(value: torch.Tensor) -> Kept:
@@ -83,7 +83,7 @@ class LazySavePlanner(DefaultSavePlanner):
     def _items(self, key: str, kept: Kept) -> Iterator[WriteItem]:
         if kept.dtype not in DTYPE_NAMES:
             raise ChunkcError(f"{key} is {kept.dtype}, which a checkpoint cannot hold: keep it in `extra`")
-        properties, size = TensorProperties(kept.dtype), torch.Size(kept.share.shape)
+        properties, size = TensorProperties(kept.dtype), torch.Size(kept.share.whole_shape)
         for box in kept.share.boxes():
             index = MetadataIndex(key, box.offsets)
             self._boxes[index] = box
@@ -153,14 +153,14 @@ def save(writer: SafetensorsWriter, kept: Mapping[str, Kept], ranks: Ranks | Non
     planner = LazySavePlanner(kept)
 
     def plan_own() -> SavePlan:
-        planner.set_up_planner({}, is_coordinator=ranks.is_first)
+        planner.set_up_planner({}, is_coordinator=ranks.is_first_of_job)
         return planner.create_local_plan()
 
     plans, metadata = planner.create_global_plan(exchange(ranks, plan_own))
-    plan = planner.finish_plan(plans[ranks.rank])
+    plan = planner.finish_plan(plans[ranks.job_rank])
     by_rank = exchange(ranks, lambda: writer.write(plan, planner))
     places = {index: place for of_rank in by_rank for index, place in of_rank.items()}
-    exchange(ranks, lambda: writer.finish(metadata, places) if ranks.is_first else None)
+    exchange(ranks, lambda: writer.finish(metadata, places) if ranks.is_first_of_job else None)
 
 
 def load(reader: SafetensorsReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:

@@ -18,7 +18,7 @@ from chunkc.checkpoint.contents import Stateful
 from chunkc.checkpoint.generators import write_generators_of
 from chunkc.checkpoint.index import DTYPES, StoredTensor
 from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
-from chunkc.checkpoint.shares import Share
+from chunkc.checkpoint.shares import Share, share_of
 from chunkc.checkpoint.storage import SafetensorsReader
 from chunkc.errors import CheckpointError, ChunkcError, first_names
 from chunkc.runtime.model.model import ModelRuntime
@@ -75,7 +75,7 @@ def fit_model(
         raise fit.refuse(f"it counts steps of {_listed(unknown)}, which are none of its parameters")
     for name, index in fit.params.items():
         for key in _keys_of(fit, name, is_stepped=False):
-            _check_shape(fit, key, runtime.infos[index].shape)
+            _check_shape(fit, key, runtime.parameters.whole_shape(index))
     for name, name_here in fit.buffers.items():
         _check_shape(fit, f"model.{name}", fit.tensors.entry(name_here).shape)
     return fit
@@ -142,7 +142,7 @@ def check_optimizer_fits(fit: Fit, optimizer: ChunkOptimizer, saved: Mapping[str
     fit.states = tuple(s for s in optimizer.declare(groups).states.names if s in needed or s in stored)
     for name in saved["steps"]:
         for key in _keys_of(fit, name, is_stepped=True):
-            _check_shape(fit, key, runtime.infos[fit.params[name]].shape)
+            _check_shape(fit, key, runtime.parameters.whole_shape(fit.params[name]))
     return groups
 
 
@@ -216,9 +216,8 @@ class _Writer:
         fit = self._fit
         if name in fit.buffers:
             return Share.whole(shape)
-        index = fit.params[name]
-        info = fit.runtime.infos[index]
-        return Share(info.shape, info.stride, fit.runtime.parameters.own_ranges(index))
+        index, parameters = fit.params[name], fit.runtime.parameters
+        return share_of(parameters, index, parameters.own_ranges(index))
 
     def take(self, key: str, flats: Flats) -> None:
         """Take one tensor, and write its parameter or buffer once all of it is there."""
@@ -276,7 +275,7 @@ def resume(fit: Fit, objects: Mapping[str, Any], optimizer: ChunkOptimizer, grou
     scale, saved = fit.runtime.clipping.loss_scale, objects["loss_scale"]
     if scale is not None and scale.is_dynamic and saved is not None:
         scale.load_state_dict(saved)
-    write_generators_of(fit.runtime.ranks.rank, objects["generators"])
+    write_generators_of(fit.runtime.ranks, objects["generators"])
 
 
 def _listed(names: Iterable[str]) -> str:

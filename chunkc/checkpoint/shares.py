@@ -2,7 +2,8 @@
 
 Chunks cut a parameter anywhere in memory order; torch.distributed.checkpoint knows boxes (offsets and sizes by
 dimension). Every range of a dense tensor is a few boxes: in two dimensions the rest of a row, whole rows, and the
-beginning of a row. So checkpoints depend on neither chunks nor strides, and a whole tensor is one box.
+beginning of a row. So checkpoints depend on neither chunks nor strides, and a whole tensor is one box. Boxes of a part,
+which a rank has under tensor parallelism, lie in the whole tensor: checkpoints do not depend on the mesh either.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from chunkc.runtime.model.parameters import Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,29 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part of a tensor of ``shape`` begins."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
-    """Ranges ``[first, end)`` of a dense tensor's elements, counted in the order of its memory."""
+    """Ranges ``[first, end)`` of a dense tensor's elements, counted in the order of its memory.
+
+    ``place``: where the tensor lies, if it is a part of another one.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
+    place: Place | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that boxes lie in."""
+        return self.shape if self.place is None else self.place.shape
 
     @staticmethod
     def whole(shape: Sequence[int], stride: Sequence[int] | None = None) -> Share:
@@ -51,12 +71,13 @@ class Share:
 
     def boxes(self) -> tuple[Box, ...]:
         """The ranges as boxes, in order; that of a whole tensor without elements is a box without elements."""
+        origin = (0,) * len(self.shape) if self.place is None else self.place.offsets
         if not math.prod(self.shape):
-            return tuple(Box((0,) * len(self.shape), self.shape, i, 0) for i in range(len(self.ranges)))
+            return tuple(Box(origin, self.shape, i, 0) for i in range(len(self.ranges)))
         order = self._order()
         sizes = [self.shape[dim] for dim in order]
         return tuple(
-            Box(_put_back(order, offsets), _put_back(order, lengths), part, begin - first)
+            Box(_added(origin, _put_back(order, offsets)), _put_back(order, lengths), part, begin - first)
             for part, (first, end) in enumerate(self.ranges)
             for begin, offsets, lengths in _boxes(sizes, first, end)
         )
@@ -115,3 +136,14 @@ def _in_row(sizes: Sequence[int], row: int, first: int, end: int) -> Iterator[tu
 
 def _put_back(order: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
     return tuple(values[order.index(dim)] for dim in range(len(order)))
+
+
+def _added(origin: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
+    return tuple(first + offset for first, offset in zip(origin, offsets, strict=True))
+
+
+def share_of(parameters: Parameters, index: int, ranges: tuple[tuple[int, int], ...]) -> Share:
+    """``ranges`` of what this rank has of a parameter: the tensor, or its part along ``tp``."""
+    info, shard = parameters.infos[index], parameters.shards.get(index)
+    place = None if shard is None else Place(tuple(shard.shape), shard.offsets)
+    return Share(info.shape, info.stride, ranges, place)

@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """Do ``work`` on every rank and return all results by rank, this rank's own as the object itself.
+    """Do ``work`` on every rank of the job and return all results by rank, this rank's own as the object itself.
 
     Raises what ``work`` raised here; else, where it failed on another rank, an error that names it.
     """
-    if ranks.size == 1:
+    if ranks.job_size == 1:
         return [work()]
     error: Exception | None = None
     try:
@@ -32,14 +32,14 @@ def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     except RankError:
         raise  # the ranks have come apart: no rank would receive it
     except Exception as raised:  # whatever failed: the others wait for it, and it is raised below
-        error, own, payload = raised, None, pickle.dumps((False, _forwarded_error(raised, ranks.rank)))
-    results = [pickle.loads(data) for data in ranks.collect(payload)]
+        error, own, payload = raised, None, pickle.dumps((False, _forwarded_error(raised, ranks.job_rank)))
+    results = [pickle.loads(data) for data in ranks.collect_from_job(payload)]
     if error is not None:
         raise error
     for is_done, value in results:
         if not is_done:
             raise value
-    return [own if rank == ranks.rank else value for rank, (_, value) in enumerate(results)]
+    return [own if rank == ranks.job_rank else value for rank, (_, value) in enumerate(results)]
 
 
 def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -51,7 +51,7 @@ def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
 
 def of_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """Do ``work`` on rank 0 alone and return its result on every rank; raises there on all ranks."""
-    results: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first else None)
+    results: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first_of_job else None)
     return results[0]  # type: ignore[return-value]
 
 

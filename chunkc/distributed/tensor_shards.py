@@ -44,6 +44,15 @@ class TensorShard:
         """Whether ranks have different parts; else each has a copy of the whole."""
         return any(isinstance(placement, Shard) for placement in self.placements)
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the whole tensor."""
+        offsets, places = [0] * len(self.shape), self.mesh.get_coordinate() or ()
+        for placement, place, size in zip(self.placements, places, self.mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                offsets[placement.dim] += place * (self.shape[placement.dim] // size)
+        return tuple(offsets)
+
     def check(self, name: str, mesh: RankMesh) -> None:
         """Refuse, by ChunkcError, what the ranks along ``tp`` do not have in equal parts or as copies."""
         line = next((line for line in mesh.tensor_lines if self.mesh.get_rank() in line), ())

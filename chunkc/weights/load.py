@@ -51,8 +51,9 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
 
     Parameters that the files lack keep their values. Those without any, since the model came from the meta device, are
     initialised as the model itself would (transformers' ``_init_weights``, ``reset_parameters`` of modules), drawing
-    from torch's generator; without such an initialisation the next forward refuses them by name. An interrupted load
-    leaves the tensors loaded so far. All ranks call this, and return or raise what rank 0 does.
+    from torch's generator; without such an initialisation, and where ranks along ``tp`` have parts, the next forward
+    refuses them by name. An interrupted load leaves the tensors loaded so far. All ranks call this, and return or raise
+    what rank 0 does; it reads whole tensors, of which each rank takes its part.
 
     Args:
         model: compiled by ``chunkc.compile``, or a part of such a model.
@@ -73,7 +74,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
     absent = [entry for entry in tensors.entries if entry.name not in report.loaded_keys]
     initialised = _initialise(model, tensors, [entry for entry in absent if tensors.is_blank(entry)])
     report = replace(report, initialised_keys=initialised)
-    if tensors.ranks.is_first:
+    if tensors.ranks.is_first_of_job:
         _log(report, Path(path), sum(tensors.entry(name).nbytes for name in report.loaded_keys), started_s)
     return report
 
@@ -118,6 +119,8 @@ def _write(tensors: ModelTensors, files: WeightFiles, matched: Matched, write: W
 
 def _initialise(model: nn.Module, tensors: ModelTensors, blank: Sequence[Entry]) -> tuple[str, ...]:
     """Give ``blank`` entries initial values, drawn alike on all ranks; names of those that have one."""
+    if tensors.ranks.tensor_size > 1:
+        return ()  # initialisations write parameters, and modules have DTensors in their place
     values = initial_values(model, {entry.name: entry.dtype for entry in blank})
     for name, value in values.items():
         tensors.write(tensors.entry(name), value)

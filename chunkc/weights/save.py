@@ -59,8 +59,8 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
         RankError: when the ranks do not all save the same.
     """
     started_s = time.perf_counter()
-    with memory_of(model, allows_parts=True).ranks.agreement_scope():
-        tensors, folder = ModelTensors(model, gathers_parts=True), Path(directory)
+    with memory_of(model).ranks.agreement_scope():
+        tensors, folder = ModelTensors(model), Path(directory)
         limit_nbytes = _parse_size(max_shard_size)
         entries = _saved_entries(model, tensors)
         tensors.ranks.agree(Kind.SAVE, lambda: [f"{directory=!s}", f"{limit_nbytes=}", *entries])

@@ -90,8 +90,14 @@ class SavePretrained:
         call = inspect.signature(save).bind(model, *args, **kwargs)
         if call.arguments.get("state_dict") is not None or not _is_compiled(model):
             return save(*call.args, **call.kwargs)
-        handed = _dtype(model)
-        with memory_of(model).ranks.agreement_scope():
+        handed, ranks = _dtype(model), memory_of(model).ranks
+        with ranks.agreement_scope():
+            if ranks.tensor_size > 1:
+                raise ChunkcError(
+                    "save_pretrained reads modules on one rank, and under tensor parallelism all read together: call "
+                    "chunkc.save_safetensors(model, folder), which writes whole tensors, and "
+                    "model.config.save_pretrained(folder)"
+                )
             if handed is not model.dtype and call.arguments.get("push_to_hub"):
                 raise ChunkcError(
                     f"save_pretrained(push_to_hub=True) would say that weights in {handed} are in {model.dtype}, the "

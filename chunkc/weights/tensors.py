@@ -53,15 +53,15 @@ class Entry:
 class ModelTensors:
     """Names of the state of a compiled model (or of a part of one), and access to one value at a time.
 
-    Under tensor parallelism, where ``gathers_parts`` allows it, values are read whole; nothing is written.
+    Under tensor parallelism values are those of whole tensors, of which each rank reads and writes its part.
 
     Attributes:
         entries: in the order of the state dict.
         others: names of other state (``get_extra_state``), whose values only their module can take.
     """
 
-    def __init__(self, model: nn.Module, *, gathers_parts: bool = False) -> None:
-        self._memory = memory_of(model, allows_parts=gathers_parts)
+    def __init__(self, model: nn.Module) -> None:
+        self._memory = memory_of(model)
         self._freed, self._last_nbytes = FreedPages(), 0
         self.ranks = self._memory.ranks
         groups: dict[tuple[str, int], list[str]] = {}
@@ -114,7 +114,8 @@ class ModelTensors:
         _check_shape(entry, value)
         with torch.no_grad():
             if entry.param is not None:
-                self._memory.write_param(entry.param, value, keep_finer=False)
+                part = self._memory.part(entry.param, value)
+                self._memory.write_param(entry.param, part, keep_finer=False)
             else:
                 _held(entry).copy_(value)
 
@@ -146,30 +147,21 @@ class ModelTensors:
 
     def _write_led(self, entry: Entry, value: torch.Tensor) -> None:
         """`write` of rank 0's ``value``; those of the other ranks have its dtype and shape."""
-        if entry.param is None and self.ranks.size > 1:
+        is_part = entry.param is not None and self.ranks.tensor_size > 1
+        if is_part or (entry.param is None and self.ranks.job_size > 1):
             value = value.contiguous().clone()
-            self.ranks.broadcast(value)
+            self.ranks.broadcast_in_job(value)
         self.write(entry, value)
 
 
-def memory_of(model: nn.Module, *, allows_parts: bool = False) -> Parameters:
-    """Memory of the compiled model that ``model`` is, or is a part of; ChunkcError when there is not one.
-
-    One under tensor parallelism is refused where no ``allows_parts`` says that parts are understood.
-    """
+def memory_of(model: nn.Module) -> Parameters:
+    """Memory of the compiled model that ``model`` is, or is a part of; ChunkcError when there is not one."""
     params = list(model.parameters())
     memories: list[Parameters] = [p.chunkc_store for p in params if isinstance(p, ManagedTensor)]
     if not memories or len(memories) < len(params) or any(memory is not memories[0] for memory in memories):
         raise ChunkcError(
             f"the parameters of this {type(model).__name__} do not stand in one compiled model: call chunkc.compile "
             "first, and outside of `with chunkc.full_params(model):`"
-        )
-    if memories[0].ranks.tensor_size > 1 and not allows_parts:
-        raise ChunkcError(
-            f"this {type(model).__name__} computes under tensor parallelism, and chunkc's own checkpoints hold whole "
-            "tensors only. Save model.state_dict() and optimizer.state_dict(), whose values are DTensors, by "
-            "torch.distributed.checkpoint, and load them by load_state_dict; save weights by chunkc.save_safetensors, "
-            "and load pretrained ones before the model is parallelised"
         )
     return memories[0]
 

@@ -162,8 +162,6 @@ def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -
 
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     parts = {
-        "save_checkpoint": "torch.distributed.checkpoint",
-        "load_pretrained": "before the model is parallelised",
         "full_params": "not built for tensor parallelism",
         "clip": "chunkc.clip_grad_norm_",
         "plan": "hand the whole mesh to chunkc.compile or chunkc.plan",

@@ -171,6 +171,10 @@ class Parameters:
         """``value``, which is of the shape that chunks hold, as state dicts have it: of a part the DTensor."""
         return self.shards[index].whole(value) if index in self.shards else value
 
+    def whole_shape(self, index: int) -> tuple[int, ...]:
+        """The shape of a parameter, or of the tensor that it is a part of."""
+        return tuple(self.shards[index].shape if index in self.shards else self.infos[index].shape)
+
     def part(self, index: int, value: Any) -> Any:
         """This rank's part of ``value``, a DTensor or whole tensor, where the parameter is a part."""
         if index not in self.shards or not isinstance(value, torch.Tensor):
@@ -291,6 +295,11 @@ class Parameters:
             return ((0, numel),) if self.ranks.is_first else ()
         runs = self.store.own_runs(index)
         return tuple((run[0].first, run[-1].in_param.stop) for run in runs)
+
+    def saved_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
+        """`own_ranges` where this rank's elements count; none where it has a copy of another rank's."""
+        is_copy = index in self.ranks.uncounted
+        return self.own_ranges(index) if self.is_in_first_replica and not is_copy else ()
 
     @property
     def is_in_first_replica(self) -> bool:

@@ -187,12 +187,10 @@ def planned_text(work: Parallel) -> tuple[str, str]:
 def refusals() -> dict[str, str]:
     """The errors of what tensor parallelism does not serve, by what was called."""
     model, found = compiled(Parallel("llama"), ROOMY), {}
-    optimizer = chunkc.AdamW(model.parameters())
+    _optimizer = chunkc.AdamW(model.parameters())
     loss = model(**PARALLEL_CASES["llama"].batches()[0])
     loss.backward()
     calls = {
-        "save_checkpoint": lambda: chunkc.save_checkpoint("/nowhere", model, optimizer),
-        "load_pretrained": lambda: chunkc.load_pretrained(model, "/nowhere"),
         "full_params": lambda: chunkc.full_params(model).__enter__(),
         "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         "plan": lambda: chunkc.plan(other(), ROOMY, example_inputs=PARALLEL_CASES["llama"].batches()[0]),
