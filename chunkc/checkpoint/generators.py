@@ -78,7 +78,7 @@ def _num_gpus() -> int:
 
 
 def place_of(ranks: Ranks) -> str:
-    """The place of this rank in a checkpoint: ``2``, or ``2.1`` where it is the second that computes what they do."""
+    """Name this rank in a checkpoint: ``2``, or ``2.1`` for the second of those that compute its forward."""
     return str(ranks.rank) if ranks.tensor_size == 1 else f"{ranks.rank}.{ranks.tensor_rank}"
 
 
