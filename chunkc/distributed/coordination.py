@@ -21,7 +21,8 @@ T = TypeVar("T")
 def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     """Do ``work`` on every rank of the job and return all results by rank.
 
-    This rank's own is the object itself. Raises what ``work`` raised here; else, where it failed on another rank, an error that names it.
+    This rank's own is the object itself. Raises what ``work`` raised here; else, where it failed on another rank, an
+    error that names it.
     """
     if ranks.job_size == 1:
         return [work()]
