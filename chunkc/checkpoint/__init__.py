@@ -150,7 +150,8 @@ def load_checkpoint(
     may differ from the run that saved; names, shapes, tied parameters and the optimizer's groups may not. On the same
     machine, with the same options, training goes on to the bit. No file is unpickled.
 
-    All ranks call this; each reads what stands in its own chunks. A new rank keeps its generators of random numbers.
+    All ranks call this; each reads what stands in its own chunks. A rank whose batches nobody took keeps its generators
+    of random numbers.
 
     Args:
         model: compiled; before its first step, or after any.

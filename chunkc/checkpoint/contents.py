@@ -12,8 +12,9 @@ Objects, as JSON (`chunkc.checkpoint.encode`): step counts and groups of the opt
 ``get_extra_state``, generators by rank, and what the user adds. Nothing depends on chunks, budgets, the compute dtype
 or the number of ranks.
 
-Each rank keeps what stands in its own chunks (of the first node, where every node has all model data). Parameters
-without chunks, and all else, are rank 0's, which also keeps the generators of all.
+Each rank keeps what stands in its own chunks (of the first node, where every node has all model data), but for copies
+of what another rank along ``tp`` has. Parameters without chunks are those of the first rank that trains them, and all
+else is rank 0's, which also keeps the generators of all.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def _read_chunks(reader: SnapshotReader, index: int, position: int, dtype: torch
 
 
 def _read_staged(runtime: ModelRuntime, index: int, name: str, dtype: torch.dtype, share: Share) -> Flats:
-    """A parameter that has no chunks, or its state called ``name``: rank 0 has all of it."""
+    """A parameter that has no chunks, or its state called ``name``: the first rank that trains it has all of it."""
     if not runtime.infos[index].numel:
         return share.empty(dtype)
     value, state = runtime.parameters.staging.kept(index)

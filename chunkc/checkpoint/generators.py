@@ -94,10 +94,11 @@ def write_generators_of(ranks: Ranks, states: Mapping[str, Mapping[str, Any]]) -
         if place in states:
             write_generators(states[place])
             return
+    saved = {place.partition(".")[0] for place in states}
     logger.warning(
-        "the checkpoint was saved by %d ranks, none of which was rank %d: its random number generators stay as they "
-        "are, so what it draws depends on how the script has seeded them",
-        len(states),
+        "the checkpoint was saved by %d ranks with batches of their own, none of which was number %d: its random "
+        "number generators stay as they are, so what it draws depends on how the script has seeded them",
+        len(saved),
         rank,
     )
 

@@ -1,6 +1,7 @@
 """Putting a run back: everything is compared with the model first, then written tensor by tensor.
 
-Each rank reads what stands in its own chunks, whoever saved it. Parameters without chunks are read by rank 0.
+Each rank reads what stands in its own chunks, whoever saved it. Parameters without chunks are
+read by the first rank that trains them.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ class _Writer:
 def _stage(
     runtime: ModelRuntime, index: int, share: Share, value: Flats, states: Mapping[str, Flats] | None, *, is_exact: bool
 ) -> None:
-    """Write a parameter without chunks: rank 0 keeps it, the others learn that it has a value.
+    """Write a parameter without chunks: the first rank keeps it, the others learn that it has a value.
 
     Without ``states`` the old ones stay.
     """

@@ -2,8 +2,8 @@
 
 Every model has its own process groups, so that nothing of the script's own exchanges can come between:
 
-    agreement      between programs, all ranks of the job: agreements
-    control        between programs, the ranks of a column: whole parameters, decisions of checkpoints
+    agreement      between programs, all ranks of the job: agreements, decisions of checkpoints, weights that are loaded
+    control        between programs, the ranks of a column: whole parameters
     dp_shard       in programs, the ranks that divide the model data: payloads and sums of norms
     dp_replicate   in programs, the ranks that own the same chunk: means over replicas
     tp             behind programs, the ranks that compute one forward together: sums of norms
@@ -170,7 +170,7 @@ class Ranks:
         yield
 
     def concurrent(self) -> Ranks:
-        """The same ranks with an own control group for one thread beside training; all call this together."""
+        """The same ranks with a group of their own for one thread beside training; all call this together."""
         return self
 
     def close(self) -> None:
@@ -379,7 +379,6 @@ class JobRanks(Ranks):
         if self._concurrent is None:
             number = f"{self._number}/concurrent"
             self._concurrent = JobRanks(self._rank_of_all, self.mesh, self._timeout, self._store, number)
-            self._concurrent._divide_control()
         return self._concurrent
 
 

@@ -147,9 +147,10 @@ class ModelTensors:
 
     def _write_led(self, entry: Entry, value: torch.Tensor) -> None:
         """`write` of rank 0's ``value``; those of the other ranks have its dtype and shape."""
-        is_part = entry.param is not None and self.ranks.tensor_size > 1
-        if is_part or (entry.param is None and self.ranks.job_size > 1):
-            value = value.contiguous().clone()
+        has_parts = entry.param is not None and self.ranks.tensor_size > 1
+        if has_parts or (entry.param is None and self.ranks.job_size > 1):
+            leads = self.ranks.is_first_of_job
+            value = value.contiguous() if leads else torch.empty(entry.shape, dtype=value.dtype)
             self.ranks.broadcast_in_job(value)
         self.write(entry, value)
 

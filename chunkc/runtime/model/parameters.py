@@ -298,8 +298,11 @@ class Parameters:
 
     def saved_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """`own_ranges` where this rank's elements count; none where it has a copy of another rank's."""
-        is_copy = index in self.ranks.uncounted
-        return self.own_ranges(index) if self.is_in_first_replica and not is_copy else ()
+        return self.own_ranges(index) if self.is_in_first_replica and not self._is_copy(index) else ()
+
+    def _is_copy(self, index: int) -> bool:
+        """Whether the first of the ranks along ``tp`` has the parameter just the same."""
+        return index in self.ranks.uncounted
 
     @property
     def is_in_first_replica(self) -> bool:
@@ -321,11 +324,12 @@ class Parameters:
         return index in self.trained
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
-        """This rank's chunks as they are now, until ``end_snapshot``; None without chunks."""
+        """What this rank saves of chunks, as it is now, until ``end_snapshot``; None without chunks."""
         self.drain()
         if self._values is None:
             return None
-        return self._values.snapshot(max_copied_nbytes)
+        saved = (index for index in range(len(self.infos)) if not self._is_copy(index))
+        return self._values.snapshot(saved, max_copied_nbytes)
 
     def end_snapshot(self, reader: SnapshotReader | None) -> None:
         if self.store is not None and reader is not None:

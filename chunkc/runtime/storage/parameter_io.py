@@ -179,12 +179,13 @@ class ChunkValues:
                 if payload or not is_trained:
                     self._payload(chunk)[part.in_chunk].copy_(value[position][taken])
 
-    def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
-        """Begin a snapshot of this rank's parameters and optimizer states, to be read while training goes on.
+    def snapshot(self, indexes: Iterable[int], max_copied_nbytes: int) -> SnapshotReader:
+        """Begin a snapshot of parameters ``indexes`` and their states, to be read while training goes on.
 
-        An earlier snapshot ends. ``end_snapshot`` of the store must follow the last read.
+        It is of what this rank has of them. Updates may wait until all of these are read. An earlier snapshot ends.
+        ``end_snapshot`` of the store must follow the last read.
         """
-        used = {part.chunk for index in range(len(self._layout.params)) for part in self.store.parts(index)}
+        used = {part.chunk for index in indexes for part in self.store.parts(index)}
         live = partial(self._masters, side=self.store.side)
         snapshot = Snapshot(live, {c for c in used if self.store.is_own(c)}, max_copied_nbytes)
         self.store.begin_snapshot(snapshot)

@@ -4,7 +4,7 @@ Each parameter keeps the tensor that it was handed over in. Chunks consume these
 exists twice. A parameter that was handed over on the meta device is *blank*: it takes memory when it is first written,
 as a whole; reading it before, or training, is an error that names it.
 
-Where several ranks train one model, rank 0 alone keeps values, and reads are collective.
+Where several ranks train the same parameters, the first of them alone keeps values, and reads are collective.
 """
 
 from __future__ import annotations
@@ -63,10 +63,15 @@ class StagingStore:
         blank = [name for index, name in enumerate(self._names) if self.is_blank(index)]
         if blank:
             more = f" and {len(blank) - 5} more" if len(blank) > 5 else ""
+            advice = (
+                ", initialise them in place (`torch.nn.init`, `param.copy_(value)`), or write them inside "
+                "`with chunkc.full_params(model):`"
+            )
+            if self._ranks.tensor_size > 1:  # all would draw the same numbers for their parts
+                advice = " with whole tensors, of which each rank takes its part"
             raise ChunkcError(
                 f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load them "
-                "(`chunkc.load_pretrained(model, path)`, `model.load_state_dict(state)`), initialise them in place "
-                "(`torch.nn.init`, `param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
+                f"(`chunkc.load_pretrained(model, path)`, `model.load_state_dict(state)`){advice}"
             )
 
     def empty(self, index: int) -> torch.Tensor:

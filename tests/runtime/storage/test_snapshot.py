@@ -93,7 +93,7 @@ def test_whole_parameters_are_read_as_they_were(dtype: str, on_device: bool) -> 
     values.load(StagingStore([v.clone() for v in before]))
     for index, value in enumerate(before):
         values.write_states(index, {"exp_avg": value + 1, "exp_avg_sq": value + 2})
-    reader = values.snapshot(1 << 20)
+    reader = values.snapshot(range(len(shapes)), 1 << 20)
     for index, value in enumerate(before):
         values.write_param(index, value - 5, payload=True)
         values.write_states(index, {"exp_avg": value - 6, "exp_avg_sq": value - 7})
@@ -108,3 +108,19 @@ def test_whole_parameters_are_read_as_they_were(dtype: str, on_device: bool) -> 
     values.store.end_snapshot(reader.snapshot)
     values.write_param(0, before[0], payload=True)
     assert torch.equal(values.read_param(0), before[0])
+
+
+def test_what_is_not_read_may_be_written_without_a_copy() -> None:
+    """Two parameters in chunks of their own, of which one is read, and no room for copies."""
+    values = values_of(layout_of([(256,), (256,)], "float32", on_device=False))
+    before = [torch.randn(256) for _ in range(2)]
+    values.load(StagingStore([v.clone() for v in before]))
+    first, second = ({part.chunk for part in values.store.parts(index)} for index in range(2))
+    assert first.isdisjoint(second)
+    reader = values.snapshot([0], 0)
+    values.write_param(1, before[1] - 5, payload=True)  # would wait for the reader
+    assert reader.snapshot.num_copies == reader.snapshot.num_waits == 0
+    assert torch.equal(reader.read(0)[0], before[0])
+    with pytest.raises(KeyError):
+        reader.read(1)
+    values.store.end_snapshot(reader.snapshot)
