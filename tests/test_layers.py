@@ -28,6 +28,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "distributed": BOTTOM | {"_torch_compat", "hardware"},
     "triton_kernels": set(),
     "capture": BOTTOM | {"ir", "_torch_compat", "capture.attention", "capture.rewrites"},
+    "capture.layers": BOTTOM | {"ir", "capture"},
     "capture.attention": BOTTOM | {"_torch_compat"},
     "capture.rewrites": BOTTOM | {"_torch_compat"},
     "cost": FOUNDATION,

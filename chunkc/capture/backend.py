@@ -36,6 +36,7 @@ from chunkc._torch_compat.core import (
 from chunkc._torch_compat.partitioning import merge_equal
 from chunkc._torch_compat.release import forget_source
 from chunkc._torch_compat.symbolic import has_unbacked_size
+from chunkc.capture.budgets import BudgetSchedules, GraphChooser
 from chunkc.capture.graphs import Captured, SymbolicIteration, build
 from chunkc.capture.partition import check_outputs, copied, partition, recomputable_layers
 from chunkc.capture.rewrites import PieceSize, rewrite, rewritten_decompositions
@@ -45,7 +46,7 @@ from chunkc.capture.tangents import find_reached, keeps_undefined
 from chunkc.capture.zero_tangents import without_tangents
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
-from chunkc.ir.schedule import ParamInfo, Schedule
+from chunkc.ir.schedule import ParamInfo
 from chunkc.progress import stage
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -53,32 +54,6 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 _KEEP_ALL = 1.0
 """The activation budget with which the partitioner decides alone."""
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class BudgetSchedules:
-    """Schedules of one joint graph by activation budget.
-
-    Of large models each pair of graphs takes much memory. ``partition`` cuts a copy of the joint graph with a budget,
-    ``build`` makes the iteration of two graphs in place.
-    """
-
-    partition: Callable[[float], tuple[GraphModule, GraphModule]]
-    build: Callable[[GraphModule, GraphModule], Captured]
-    graphs: dict[float, tuple[GraphModule, GraphModule]] = field(default_factory=dict)
-
-    def __call__(self, budget: float) -> Schedule:
-        """Return the schedule with a budget; the graphs behind it stay until it is forgotten."""
-        self.graphs[budget] = self.partition(budget)
-        return self.build(*map(copied, self.graphs[budget])).schedule
-
-    def forget(self, budget: float) -> None:
-        """Let go of the graphs of a budget, which would have to be partitioned again."""
-        self.graphs.pop(budget, None)
-
-
-BudgetChooser = Callable[[BudgetSchedules], tuple[float, str]]
-"""From the schedule as a function of the activation budget to the budget to take, and a note on why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +116,7 @@ def capture_graph(
     forward: BoxedCallable = _never,
     backward: BoxedCallable = _never,
     *,
-    choose: BudgetChooser | None = None,
+    choose: GraphChooser | None = None,
     evaluates: bool = False,
     trains_scalar: bool = False,
 ) -> tuple[Captured, Callable[..., Any]]:
@@ -199,7 +174,7 @@ class _GraphCapture:
     tracing: TracingOptions
     forward: BoxedCallable
     backward: BoxedCallable
-    choose: BudgetChooser | None
+    choose: GraphChooser | None
     evaluates: bool
     trains_scalar: bool
     num_outputs: int

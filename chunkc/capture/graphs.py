@@ -15,7 +15,7 @@ from chunkc._torch_compat.core import pytree
 from chunkc._torch_compat.partitioning import draws, operator_of
 from chunkc._torch_compat.symbolic import hint_of
 from chunkc.capture.bundles import Bundle, CapturedGraph
-from chunkc.capture.liveness import LiveBytes, Timeline, lower_peak, storages
+from chunkc.capture.liveness import LiveBytes, Timeline, storages
 from chunkc.capture.partition import module_path, param_cone
 from chunkc.capture.saved_values import find_saved, source_line
 from chunkc.capture.symbolic import Sizes, Specialisation, size_inputs, state_sizes
@@ -39,6 +39,8 @@ class Captured:
         scales: whether the schedule counts copies of the tangents, multiplied by a loss scale.
         symbolic: what it is a copy of, at ``sizes``; None where it was captured for its sizes alone.
         general: makes the iteration whose backward takes all tangents; None where this one does.
+        live_estimates: live bytes of operators that are fused, and of operators one by one, in this order; of both
+            graphs; empty where operators are not fused.
     """
 
     forward: CapturedGraph
@@ -53,6 +55,12 @@ class Captured:
     symbolic: SymbolicIteration | None = None
     sizes: Sizes = ()
     general: Callable[[], Captured] | None = None
+    live_estimates: tuple[tuple[LiveBytes, ...], ...] = ()
+
+    @property
+    def estimates(self) -> tuple[Schedule, ...]:
+        """The schedule by each estimate of its live bytes, of which `lowest_peak` is the one taken."""
+        return tuple(_with_estimate(self.schedule, live) for live in self.live_estimates) or (self.schedule,)
 
     @property
     def graphs(self) -> dict[GraphKind, CapturedGraph]:
@@ -74,15 +82,8 @@ class Captured:
         """The same, where operators run one by one though a compiler was to fuse them."""
         outputs = [n for n in self.forward.outputs() if isinstance(n, Node) and n.name in self.user_outputs]
         live = Timeline(self.forward, self.backward, outputs).live_bytes()
-        graphs, start = [], 0
-        for graph in self.schedule.graphs:
-            found = live[start : start + len(graph.operators)]
-            operators = map(_with_live, graph.operators, found)
-            graphs.append(replace(graph, operators=tuple(operators)))
-            start += len(found)
-        schedule = replace(self.schedule, forward=graphs[0], backward=graphs[1])
         general = None if self.general is None else partial(_one_by_one, self.general)
-        return replace(self, schedule=schedule, general=general)
+        return replace(self, schedule=_with_estimate(self.schedule, live), general=general, live_estimates=())
 
     def with_all_tangents(self) -> Captured:
         """The iteration whose backward takes all tangents, at the same sizes."""
@@ -179,9 +180,10 @@ def build(
     bwd = CapturedGraph.of(backward, names, made)
     user = [n for n in fwd.outputs()[:num_user_outputs] if isinstance(n, Node)]
     timeline = Timeline(fwd, bwd, user)
-    live = timeline.live_bytes()
+    live, live_estimates = tuple(timeline.live_bytes()), tuple[tuple[LiveBytes, ...], ...]()
     if fuses:
-        live = lower_peak(Timeline(fwd, bwd, user, fuses=True, device_type=device_type or "cpu").live_bytes(), live)
+        fused = Timeline(fwd, bwd, user, fuses=True, device_type=device_type or "cpu").live_bytes()
+        live_estimates = (tuple(fused), live)
     split = len(fwd.bundles)
     computed = {n.name for b in bwd.bundles for n in b.nodes}
     dropped = [infos[param].name for name, param in made.items() if name not in computed]
@@ -198,7 +200,32 @@ def build(
     )
     at_start_nbytes = sum(dict(storages(fwd.other_inputs())).values())
     tangents = None if reached is None else tangents_of(backward, reached, gradients)
-    return Captured(fwd, bwd, schedule, at_start_nbytes, tuple(n.name for n in user), tangents)
+    outputs = tuple(n.name for n in user)
+    captured = Captured(fwd, bwd, schedule, at_start_nbytes, outputs, tangents, live_estimates=live_estimates)
+    return replace(captured, schedule=lowest_peak(captured.estimates))
+
+
+def lowest_peak(estimates: Sequence[Schedule]) -> Schedule:
+    """The schedule with the lowest peak of live bytes, of several the last.
+
+    A compiler that fuses may keep values longer than operators one by one do. One estimate is taken for the whole
+    iteration, so that equal layers are counted alike.
+    """
+    return min(reversed(estimates), key=_peak_nbytes)
+
+
+def _peak_nbytes(schedule: Schedule) -> int:
+    return max((op.live_nbytes for graph in schedule.graphs for op in graph.operators), default=0)
+
+
+def _with_estimate(schedule: Schedule, live: Sequence[LiveBytes]) -> Schedule:
+    """``schedule`` with the live bytes of both graphs, one after the other."""
+    split = len(schedule.forward.operators)
+    forward, backward = (
+        replace(graph, operators=tuple(_with_live(*pair) for pair in zip(graph.operators, of_graph, strict=True)))
+        for graph, of_graph in ((schedule.forward, live[:split]), (schedule.backward, live[split:]))
+    )
+    return replace(schedule, forward=forward, backward=backward)
 
 
 def _empty_graph() -> GraphModule:

@@ -203,12 +203,3 @@ class Timeline:
             live.append(LiveBytes(during, after, given, max(0, crossing)))
             alive -= deaths[position] - self._discounts[position]
         return live
-
-
-def lower_peak(estimate: Sequence[LiveBytes], alone: Sequence[LiveBytes]) -> list[LiveBytes]:
-    """Return whichever has the lower peak: ``estimate``, or ``alone``, the operators one by one.
-
-    Of the whole iteration, so that equal layers are counted alike.
-    """
-    peaks = (max((live.during_nbytes for live in each), default=0) for each in (estimate, alone))
-    return list(estimate if next(peaks) < next(peaks) else alone)

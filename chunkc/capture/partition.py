@@ -244,9 +244,14 @@ def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
         if any(n in late for n in node.all_input_nodes):
             late.add(node)
         elif node.op == "call_function" and node not in cone:
-            match = _LAYER.match(module_path(node))
-            layer_of[node] = match[0] if match else ""
+            layer_of[node] = outermost_layer(module_path(node))
     return layer_of
+
+
+def outermost_layer(path: str) -> str:
+    """Return the path of the outermost numbered module that ``path`` is in; may be empty."""
+    match = _LAYER.match(path)
+    return match[0] if match else ""
 
 
 def save_borders(graph: Graph, cone: Collection[Node]) -> None:

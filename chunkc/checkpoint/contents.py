@@ -230,7 +230,7 @@ def _read_chunks(reader: SnapshotReader, index: int, position: int, dtype: torch
 
 
 def _read_staged(runtime: ModelRuntime, index: int, name: str, dtype: torch.dtype, share: Share) -> Flats:
-    """A parameter that has no chunks, or its state called ``name``: the first rank that trains it has all of it."""
+    """A parameter without chunks, or its state ``name``: the first rank that trains it has all of it."""
     if not runtime.infos[index].numel:
         return share.empty(dtype)
     value, state = runtime.parameters.staging.kept(index)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from chunkc._torch_compat.inductor import inductor_cache_folder
-from chunkc.capture.backend import BudgetChooser, BudgetSchedules
+from chunkc.capture.budgets import BudgetChooser, SchedulesByBudget
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.debug import explain
@@ -227,7 +227,7 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
     store = request.choices if request.passes is None and request.layout is None else None
     kept = KeptFirst(store, request.target, request.options, Path(__file__))
 
-    def choose(schedules: BudgetSchedules) -> tuple[float, str]:
+    def choose(schedules: SchedulesByBudget) -> tuple[float, str]:
         choice = choose_budget(schedules, plan_with, request.target.rates, forget=schedules.forget, kept=kept)
         return choice.budget, choice.note
 

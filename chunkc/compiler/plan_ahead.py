@@ -31,11 +31,13 @@ from chunkc._torch_compat.core import (
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.attention.kernels import Capability
 from chunkc.capture.attention.tracing import trace_for_gpu
-from chunkc.capture.backend import BudgetChooser, ModelTensors, capture_graph
+from chunkc.capture.backend import ModelTensors, capture_graph
+from chunkc.capture.budgets import GraphChooser
 from chunkc.capture.graphs import Captured
+from chunkc.capture.layers.deep_captures import CapturedAhead, captured_by_layers
 from chunkc.compiler.build import PlanRequest, budget_chooser, kept_choices
 from chunkc.compiler.keep_fp32 import Fp32Modules
-from chunkc.compiler.memory.decisions import with_decisions
+from chunkc.compiler.memory.decisions import with_decision_bytes
 from chunkc.compiler.segment_compiler import Backend, SegmentCompiler
 from chunkc.compiler.validation import is_mixed, param_infos, unique_params
 from chunkc.errors import CaptureError, ChunkcError
@@ -90,9 +92,18 @@ def plan_ahead(
         CaptureError: when its forward is no single graph that can be trained.
     """
     choose = budget_chooser(PlanRequest(target, options, passes, choices=kept_choices()))
-    captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, gpu=gpu)
-    captured = with_decisions(captured, tracks_grad_norm=options.tracks_grad_norm, scales=options.scales)
-    return plan_schedule(captured.schedule, target, options, captured.stages, backend, passes)
+    infos = param_infos(model, dtype, (in_fp32 or Fp32Modules()).params)
+
+    def capture(choose: GraphChooser | None) -> Captured:
+        return capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, gpu=gpu)
+
+    captured = captured_by_layers(model, capture, choose, infos)
+    if captured is None:
+        whole = capture(choose)
+        captured = CapturedAhead(whole.estimates, whole.stages)
+    wishes = {"tracks_grad_norm": options.tracks_grad_norm, "scales": options.scales}
+    schedule = with_decision_bytes(captured.schedule, **wishes)
+    return plan_schedule(schedule, target, options, captured.stages, backend, passes)
 
 
 def plan_schedule(
@@ -137,7 +148,7 @@ def capture_ahead(
     dtype: torch.dtype | None,
     example_inputs: Mapping[str, Any] | Sequence[Any],
     backend: Backend,
-    choose_budget: BudgetChooser | None = None,
+    choose_budget: GraphChooser | None = None,
     in_fp32: Fp32Modules | None = None,
     *,
     gpu: Capability | None = None,

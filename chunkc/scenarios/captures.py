@@ -1,15 +1,13 @@
 """Captures of models given as data, for any share of layers that keep their activations.
 
 Where all layers of a model are alike, the schedule of a deep model follows from captures of few layers
-(`chunkc.capture.periodic`): of one kind of layer from two, of layers that are computed again in front of kept ones from
-four. So another share costs no capture. Other models are captured as they are.
+(`chunkc.capture.layers.deep_captures`). Other models are captured as they are.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,29 +15,22 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat.fake_job import first_line
+from chunkc.capture.budgets import BudgetSchedules
+from chunkc.capture.layers.deep_captures import CapturedAhead, DeepCaptures
+from chunkc.capture.layers.periodic import NUM_OUTER, NotPeriodicError
 from chunkc.capture.partition import num_kept
-from chunkc.capture.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
 from chunkc.distributed.mesh import TP, RankMesh
 from chunkc.hardware import Hardware
-from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.passes.rematerialise import KEEP_ALL
-from chunkc.progress import stage, within
+from chunkc.progress import stage
 from chunkc.runtime.params.tensor_views import views_of
 from chunkc.scenarios.models import Transformer, parallelise
 
 logger = logging.getLogger("chunkc")
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedAhead:
-    """A schedule, and what its capture did."""
-
-    schedule: Schedule
-    stages: tuple[StageRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +86,18 @@ class Subject:
         """Capture the model with ``num_layers`` layers, partitioned for each of ``shares``; None: as it is."""
         stage("building the model")
         transformer = self.model if num_layers is None else self.model.with_depth(num_layers)
-        inputs, schedules = transformer.inputs(self.batch, self.sequence), dict[float, Schedule]()
+        inputs, estimates = transformer.inputs(self.batch, self.sequence), dict[float, tuple[Schedule, ...]]()
 
-        def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
-            schedules.update((keep, schedule_with(keep)) for keep in shares[:-1])
+        def choose(schedules: BudgetSchedules) -> tuple[float, str]:
+            estimates.update((keep, schedules.estimates(keep)) for keep in shares[:-1])
             return shares[-1], f"a share {shares[-1]:g} of the layers keeps its activations"
 
         chooser = None if list(shares) == [KEEP_ALL] else choose
         with self._built(transformer) as model:
             dtype = compute_dtype(self.dtype, list(unique_params(model)), self.hw)
             captured = capture_ahead(model, dtype, inputs, self.backend, chooser, gpu=self.hw.compute_capability)
-        schedules[shares[-1]] = captured.schedule
-        return [CapturedAhead(schedules.get(keep, captured.schedule), captured.stages) for keep in shares]
+        estimates[shares[-1]] = captured.estimates
+        return [CapturedAhead(estimates.get(keep, captured.estimates), captured.stages) for keep in shares]
 
 
 @dataclass(slots=True)
@@ -114,7 +105,7 @@ class Captures:
     """Captures, kept for the next question."""
 
     _captured: dict[tuple[object, ...], CapturedAhead] = field(default_factory=dict)
-    _mixed: dict[tuple[object, ...], dict[tuple[int, int], CapturedAhead]] = field(default_factory=dict)
+    _deep: dict[tuple[object, ...], DeepCaptures] = field(default_factory=dict)
 
     def of(self, subject: Subject, keep: float) -> CapturedAhead:
         """The capture with a share ``keep`` of the layers, the last ones, that keep their activations.
@@ -134,54 +125,14 @@ class Captures:
         num_layers, num_kept = subject.num_layers, subject.num_kept(keep)
         if num_layers is None or num_kept is None:
             return subject.capture(None, [keep])[0]
-        is_mixed, share = 0 < num_kept < num_layers, num_kept / num_layers
-        if num_layers <= BASE + 1 or (is_mixed and num_layers <= 2 * (BASE + 1)):
-            return subject.capture(None, [share])[0]
+        deep = self._deep.setdefault(subject.key, DeepCaptures(subject.capture, num_layers, subject.infos))
         try:
-            if is_mixed:
-                return self._mixture(subject, num_layers - num_kept, num_kept)
-            return _of_one_kind(subject, num_layers, share)
+            return deep.of(num_kept)
         except NotPeriodicError as error:
             logger.info("%s is captured as it is: %s", subject.model.label, error)
-            return subject.capture(None, [share])[0]
-
-    def _mixture(self, subject: Subject, num_again: int, num_kept: int) -> CapturedAhead:
-        key = subject.key
-        if key not in self._mixed:
-            self._mixed[key] = _four_mixtures(subject)
-        four = self._mixed[key]
-        began_s = time.perf_counter()
-        schedule = mixed_schedule({k: c.schedule for k, c in four.items()}, num_again, num_kept, subject.infos())
-        note = f"{num_again} layers computed again and {num_kept} kept, from {BASE} and {BASE + 1} of each"
-        record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
-        stages = (record for captured in four.values() for record in captured.stages)
-        return CapturedAhead(schedule, (*dict.fromkeys(stages), record))
+            return subject.capture(None, [num_kept / num_layers])[0]
 
 
 def _key(subject: Subject, keep: float) -> tuple[object, ...]:
     num_kept = subject.num_kept(keep)
     return (*subject.key, keep if num_kept is None else num_kept)
-
-
-def _of_one_kind(subject: Subject, num_layers: int, keep: float) -> CapturedAhead:
-    """All layers alike, from captures of few."""
-    few = []
-    for depth in (BASE, BASE + 1):
-        with within(f"{depth} layers"):
-            few += subject.capture(depth, [keep])
-    began_s = time.perf_counter()
-    schedule = periodic_schedule(few[0].schedule, few[1].schedule, num_layers, subject.infos())
-    note = f"{num_layers} layers from captures of {BASE} and {BASE + 1}"
-    record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
-    return CapturedAhead(schedule, (*few[0].stages, *few[1].stages, record))
-
-
-def _four_mixtures(subject: Subject) -> dict[tuple[int, int], CapturedAhead]:
-    """Captures of ``BASE`` layers and one more, by how many are computed again and kept."""
-    found = dict[tuple[int, int], CapturedAhead]()
-    for depth in (2 * BASE, 2 * BASE + 1, 2 * BASE + 2):
-        kept = [n for n in (BASE, BASE + 1) if depth - n in (BASE, BASE + 1)]
-        with within(f"{depth} layers"):
-            captured = subject.capture(depth, [n / depth for n in kept])
-        found |= {(depth - n, n): one for n, one in zip(kept, captured, strict=True)}
-    return found

@@ -19,7 +19,8 @@ from typing import Final
 
 import torch
 
-from chunkc.compiler.memory.decisions import with_norms, with_scaled_tangents
+from chunkc.capture.layers.deep_captures import CapturedAhead
+from chunkc.compiler.memory.decisions import with_decision_bytes
 from chunkc.compiler.plan_ahead import plan_schedule, uncollected
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.compiler.validation import needs_scaling
@@ -37,7 +38,7 @@ from chunkc.progress import stage, within
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.runtime.update.rules import states_of
-from chunkc.scenarios.captures import CapturedAhead, Captures, Subject
+from chunkc.scenarios.captures import Captures, Subject
 from chunkc.scenarios.models import Transformer
 
 Tell = Callable[[str], None]
@@ -284,8 +285,7 @@ def _wishes(scenario: Scenario, schedule: Schedule) -> tuple[Schedule, PlanOptio
         activations=scenario.activations,
         moved_share=1.0 if scenario.activations == "offload" else 0.0,
     )
-    schedule = with_scaled_tangents(schedule) if scales else schedule
-    return (with_norms(schedule) if tracks_grad_norm else schedule), options
+    return with_decision_bytes(schedule, tracks_grad_norm=tracks_grad_norm, scales=scales), options
 
 
 _POLICIES: Final[Mapping[str, PolicyPlanner]] = MappingProxyType({"chunkc": _chunkc_plan})

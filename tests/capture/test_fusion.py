@@ -1,6 +1,7 @@
 """Values that fused operators keep: by hand, at cuts, and against what Inductor allocates for whole models."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from chunkc.capture.fusion import Fusion, Kind, kind_of
-from chunkc.capture.graphs import Captured
-from chunkc.capture.liveness import LiveBytes, lower_peak
+from chunkc.capture.graphs import Captured, lowest_peak
 from chunkc.compiler.memory.inductor import source_footprint
 from chunkc.compiler.memory.iteration import iteration_bytes
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.plan import Segment
+from chunkc.ir.schedule import Operator
 from chunkc.passes.liveness import analyse
 from chunkc.passes.lower import lower
 from chunkc.passes.segments import segment_costs
@@ -67,11 +68,19 @@ def test_what_crosses_a_cut_is_made() -> None:
     assert cut[1][0] >= max(live for live, _ in whole)
 
 
-def test_the_peak_of_an_estimate_is_at_most_that_of_operators_one_by_one() -> None:
-    estimate = [LiveBytes(90, 80), LiveBytes(110, 100, 7, 50), LiveBytes(60, 50, 0, 50)]
-    assert lower_peak(estimate, [LiveBytes(100, 95), LiveBytes(120, 100), LiveBytes(100, 50)]) == estimate
-    alone = [LiveBytes(100, 95), LiveBytes(100, 100), LiveBytes(100, 50)]
-    assert lower_peak(estimate, alone) == alone
+def test_of_estimates_the_one_with_the_lowest_peak_is_taken() -> None:
+    """The first is of fused operators; where it is no lower, that of operators one by one counts."""
+    captured = capture_ahead(Chain(), None, (torch.zeros(ROWS, WIDTH),), "inductor")
+    fused, alone = captured.estimates
+    assert captured.schedule == fused != alone == captured.one_by_one().schedule
+    assert lowest_peak([fused, alone]) == fused and lowest_peak([alone, fused]) == fused
+    longer = replace(fused.forward, operators=tuple(raised(op, 10 * NBYTES) for op in fused.forward.operators))
+    assert lowest_peak([replace(fused, forward=longer), alone]) == alone
+    assert lowest_peak([replace(alone, held_nbytes=1), alone]) == alone, "of equal ones the last"
+
+
+def raised(operator: Operator, nbytes: int) -> Operator:
+    return replace(operator, live_nbytes=operator.live_nbytes + nbytes)
 
 
 def test_operators_one_by_one_count_all_their_values() -> None:

@@ -53,6 +53,12 @@ def with_scaled_tangents(schedule: Schedule) -> Schedule:
     return replace(schedule, backward=replace(schedule.backward, operators=scaled))
 
 
+def with_decision_bytes(schedule: Schedule, *, tracks_grad_norm: bool, scales: bool) -> Schedule:
+    """``schedule`` with what measuring and a loss scale of its own take."""
+    schedule = with_scaled_tangents(schedule) if scales else schedule
+    return with_norms(schedule) if tracks_grad_norm else schedule
+
+
 def with_decisions(captured: Captured, *, tracks_grad_norm: bool, scales: bool) -> Captured:
     """``captured`` with what measuring and a loss scale of its own take, alive all the while."""
     if scales:

@@ -324,7 +324,7 @@ class Parameters:
         return index in self.trained
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
-        """What this rank saves of chunks, as it is now, until ``end_snapshot``; None without chunks."""
+        """Begin a snapshot of what this rank saves of chunks, until ``end_snapshot``; None without chunks."""
         self.drain()
         if self._values is None:
             return None

@@ -9,7 +9,7 @@ import torch
 from tiny_transformers import TINY_BERT, TINY_GPT
 from torch.torch_version import TorchVersion
 
-from chunkc.capture.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
+from chunkc.capture.layers.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
 from chunkc.hardware import Hardware
