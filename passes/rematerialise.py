@@ -8,7 +8,7 @@ and simulated. So this is no pass over a schedule: it decides which schedule the
     keep all ─ fits, and nothing is to gain ───────────────────────────────────────────── keep all
         ├──── with rates: 0, 0.5, 0.25 or 0.75, then halves between the best and a neighbour ─ the fastest
         ├──── without: 0.75, 0.5, 0.25, 0 (large graphs: 0, 0.5) ─ the largest that fits
-        └──── nothing fits ─ the one that needs least device memory
+        └──── nothing fits ─ the one that needs least device memory, or host memory where that alone is missing
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BUDGETS = (0.75, 0.5, 0.25, RECOMPUTE_ALL)
 WORTH_TRYING = 0.03
 """Share of the step that is not computation, which recomputing cannot shorten: below it no other budget is tried."""
 WORTH_REFUSING = 0.1
-"""Share of device memory that a budget must save to be refused instead of ``KEEP_ALL``, which may yet fit as fused."""
+"""Share of memory that a budget must save to be refused instead of ``KEEP_ALL``, which may yet fit as fused."""
 MANY_OPERATORS = 6000
 """Operators of forward and backward beyond which a partition takes seconds: three budgets are tried in all."""
 WORTH_HALVING = 0.004
@@ -58,7 +58,8 @@ class BudgetCandidate:
 
     ``step_ms``: the simulated step, zero where no rates are known, infinity where the plan does not fit.
     ``compute_ms``: the computation in the step. ``outcome``: what bounds the step, or what is missing.
-    ``least_nbytes``: device memory with which the iteration would be planned, where that is what is missing.
+    ``least_nbytes``: device memory with which the iteration would be planned, where that is what is missing;
+    ``least_host_nbytes``: host memory, where that alone is.
     ``moved_nbytes``: of saved values that go to the host.
     """
 
@@ -67,6 +68,7 @@ class BudgetCandidate:
     compute_ms: float
     outcome: str
     least_nbytes: int = 0
+    least_host_nbytes: int = 0
     moved_nbytes: int = 0
 
     @property
@@ -145,7 +147,7 @@ def choose_budget(
     Returns:
         The budget whose plan simulates fastest, or, without rates, the largest that fits. Only ``KEEP_ALL`` is tried
         where it fits and the step is computation alone, of which recomputing makes more. Where nothing fits, the choice
-        needs least device memory; what only the host is too small for needs none more.
+        needs least device memory, or, where only the host is too small, least host memory.
     """
     with _counted(1):
         first_schedule = schedule_with(KEEP_ALL)
@@ -247,10 +249,16 @@ class _Trial:
         """The fastest candidate; of those that are as fast the one that moves least, then keeps most."""
         fitting = [c for c in self.candidates if c.fits]
         if not fitting:
-            first, least = self.candidates[0], min(self.candidates, key=lambda c: c.least_nbytes)
-            return least if least.least_nbytes < first.least_nbytes * (1 - WORTH_REFUSING) else first
+            first, least = self.candidates[0], min(self.candidates, key=_needs)
+            saves = any(a < b * (1 - WORTH_REFUSING) for a, b in zip(_needs(least), _needs(first), strict=True))
+            return least if saves else first
         bar_ms = min(c.step_ms for c in fitting) / (1 - MIN_GAIN)
         return min((c for c in fitting if c.step_ms <= bar_ms), key=lambda c: (c.moved_nbytes, -c.budget))
+
+
+def _needs(candidate: BudgetCandidate) -> tuple[int, int]:
+    """Device memory, then host memory, that a candidate which does not fit needs."""
+    return candidate.least_nbytes, candidate.least_host_nbytes
 
 
 def _counted(number: int) -> AbstractContextManager[None]:
@@ -263,8 +271,9 @@ def _price(
     try:
         plan = plan_with(schedule)
     except BudgetError as error:
-        least_nbytes = 0 if error.moment == Tier.HOST else error.min_device_nbytes
-        return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing", least_nbytes)
+        lacks_host = error.moment == Tier.HOST
+        needs = (0, error.min_host_nbytes) if lacks_host else (error.min_device_nbytes, 0)
+        return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing", *needs)
     activations_mib = plan.memory.nonmodel_nbytes / 2**20
     if rates is None:
         return BudgetCandidate(budget, 0.0, 0.0, f"{activations_mib:.0f} MiB of activations")

@@ -14,6 +14,7 @@ from chunkc.errors import BudgetError
 from chunkc.files import KeptDocuments
 from chunkc.ir.plan import MovedValue, Plan
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions, make_fastest_plan, rematerialise
 from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL, BudgetChoice, KeptFirst, choose_budget
 from chunkc.passes.search import MIN_GAIN
@@ -107,6 +108,20 @@ def test_where_the_host_is_too_small_that_is_said_and_no_lack_of_device_memory()
     kept, again = choice.candidates
     assert kept.least_nbytes > ROOM_NBYTES and again.least_nbytes == 0
     assert choice.budget == RECOMPUTE_ALL and not (kept.fits or again.fits)
+
+
+@pytest.mark.parametrize(("again_gib", "wanted"), [(40, RECOMPUTE_ALL), (95, KEEP_ALL), (120, KEEP_ALL)])
+def test_where_the_host_alone_is_too_small_the_least_of_it_is_needed(again_gib: int, wanted: float) -> None:
+    """Values that move, which need it too, are computed again where that saves a tenth of it."""
+    needed_gib = iter((100, again_gib))
+
+    def plan_with(_: Schedule) -> Plan:
+        host_nbytes = next(needed_gib) << 30
+        facts = {"missing_nbytes": 1, "min_device_nbytes": 1, "min_host_nbytes": host_nbytes}
+        raise BudgetError("too small", moment=Tier.HOST, tensors=(), **facts)
+
+    choice = choose_budget(lambda b: schedule_with(b, CHUNK_NBYTES, 1), plan_with, RATES)
+    assert choice.budget == wanted and not any(c.fits for c in choice.candidates)
 
 
 @pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.75), (6, 0.5), (12, 0.25), (20, 0.0)])
