@@ -187,13 +187,13 @@ class Scenarios:
     tell: Tell = lambda line: None
     _captures: Captures = field(default_factory=Captures)
 
-    def answer(self, scenario: Scenario) -> Answer:
-        """Plan and simulate ``scenario``; raises as `captured`."""
+    def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
+        """Plan and simulate ``scenario``; ``max_actions`` as of `make_fastest_plan`. Raises as `captured`."""
         if scenario.recompute is Recompute.AUTO:
-            return self._fastest(scenario)
-        return self._answer(scenario)
+            return self._fastest(scenario, max_actions)
+        return self._answer(scenario, max_actions)
 
-    def _fastest(self, scenario: Scenario) -> Answer:
+    def _fastest(self, scenario: Scenario, max_actions: int) -> Answer:
         """Plan with the share of layers computed again that is the fastest, or makes the model fit."""
         began_s = time.perf_counter()
         target = _target(scenario)
@@ -209,10 +209,10 @@ class Scenarios:
             is_cheap = scenario.model.num_layers is not None
             choice = choose_budget(schedule_with, plan_with, target.rates, is_cheap=is_cheap)
         self.tell(f"{scenario}: {choice.note} ({time.perf_counter() - began_s:.1f} s)")
-        answer = self._answer(scenario.keeping(choice.budget))
+        answer = self._answer(scenario.keeping(choice.budget), max_actions)
         return replace(answer, elapsed_s=time.perf_counter() - began_s)
 
-    def _answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
+    def _answer(self, scenario: Scenario, max_actions: int) -> Answer:
         began_s = time.perf_counter()
         with uncollected(), within(str(scenario)):
             captured = self.captured(scenario)

@@ -18,6 +18,7 @@ from chunkc.cli.meshes import best_of, candidates, meshes, render
 from chunkc.cost.timeline import Flops
 from chunkc.errors import BudgetError, ChunkcError, PlanError
 from chunkc.hardware import Hardware
+from chunkc.passes.search import MAX_ACTIONS
 from chunkc.report.timeline import simulate
 from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
 
@@ -35,16 +36,17 @@ class Machine(Scenarios):
     """Answers by mesh: milliseconds of a step, missing bytes as a negative number, or an error."""
 
     by_mesh: dict[str, int | str] = field(default_factory=dict)
-    asked: list[tuple[str, int]] = field(default_factory=list)
+    asked: list[tuple[str, int, bool]] = field(default_factory=list)
 
-    def answer(self, scenario: Scenario) -> Answer:
-        self.asked.append((scenario.mesh, scenario.batch))
+    def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
+        self.asked.append((scenario.mesh, scenario.batch, max_actions == MAX_ACTIONS))
         found = self.by_mesh[scenario.mesh]
         if isinstance(found, str):
             raise (PlanError if "verifier" in found else ChunkcError)(found)
         if found < 0:
             return Answer(scenario, shortage=shortage(-found))
-        return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=float(found)))
+        step_ms = float(found) * (1.0 if max_actions == MAX_ACTIONS else 1.05)
+        return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=step_ms))
 
 
 def asked(**by_mesh: int | str) -> tuple[Machine, list[Any]]:
@@ -77,11 +79,15 @@ def test_ranks_along_tp_are_of_one_node_and_replicas_are_nodes(hw: Hardware, wan
 
 
 def test_all_candidates_train_on_as_many_sequences_and_the_fastest_is_taken() -> None:
-    machine, found = asked(dp_shard_is_4=30, dp_shard_is_2__tp_is_2=20, tp_is_4=40)
-    assert machine.asked == [("dp_shard=4", 3), ("dp_shard=2,tp=2", 6), ("tp=4", 12)]
+    machine, found = asked(dp_shard_is_4=30, dp_shard_is_2__tp_is_2=20, tp_is_4=21)
+    screened = [("dp_shard=4", 3, False), ("dp_shard=2,tp=2", 6, False), ("tp=4", 12, False)]
+    assert machine.asked == [*screened, ("dp_shard=2,tp=2", 6, True), ("tp=4", 12, True)], "near ones in full"
     best = best_of(found)
-    assert best is found[1]
-    lines = render(found, best).splitlines()
+    assert best is found[1] and best.step_ms == 20.0
+    assert [candidate.is_screened for candidate in found] == [True, False, False]
+    text = render(found, best)
+    assert "~31.500 ms" in text and "~ by a short search" in text
+    lines = text.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<")] == ["dp_shard=2,tp=2"]
     assert lines[-2:] == [
         "a step has as many sequences with each mesh; the fastest, below, is that of",
