@@ -251,10 +251,11 @@ def page(rows: Sequence[Line], batch: int, sequence: int, num_commits: int = 1) 
         "parameter in one piece: from the first operator that reads it to the one that makes its gradient, then",
         "reduction, update and gathering; or the *round trip* of what moves: to host memory, and then back, since what",
         f"goes last in forward comes first in backward. From {EXPLAIN_ABOVE:.0%} on, or {DECIDED_ABOVE:.0%} with a "
-        "decision, the critical path says where the step goes, and",
-        "with a decision also how many of the chunks that are updated on the host have a second home, and what host",
-        f"memory a rank has left for more. Of {len(decided)} plans with a decision, {len(close)} are within "
-        f"{DECIDED_ABOVE:.0%}.",
+        "decision, the critical path says",
+        "where the step goes, and with a decision also how many of the chunks that are updated on the host have a",
+        f"second home, and what host memory a rank has left for more. Of {len(decided)} plans with a decision, "
+        f"{len(close)} are",
+        f"within {DECIDED_ABOVE:.0%}.",
         "",
         "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",
     ]

@@ -33,7 +33,7 @@ _HEADERS: Final = ("mesh", "batch", "step", "tokens/s", "device", "bound", "")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One mesh: its scenario, and the answer to it, or why there is none; ``is_screened``: of a short search alone."""
+    """One mesh: its scenario, and the answer, or why there is none; ``is_screened``: of a short search."""
 
     scenario: Scenario
     answer: Answer | None = None
@@ -121,7 +121,7 @@ def _screened(scenario: Scenario, number: str, scenarios: Scenarios) -> Candidat
 
 
 def _searched(candidate: Candidate, bar_ms: float, scenarios: Scenarios) -> Candidate:
-    """``candidate`` with the answer of a full search, with the same activations, where its step is within the bar."""
+    """``candidate`` with the answer of a full search, where its step is within the bar."""
     answer = candidate.answer
     if answer is None or answer.scenario is None or candidate.step_ms is None or candidate.step_ms > bar_ms:
         return candidate
