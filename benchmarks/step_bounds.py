@@ -116,7 +116,7 @@ class _Trip:
 
 
 def round_trip_ms(plan: Plan, rates: CostRates) -> float:
-    """Milliseconds of the longest chain through values that move; 0 where none does, or micro-batches take turns."""
+    """Milliseconds of the longest chain through values that move; 0 without, and for micro-batches."""
     if not plan.moves or plan.accumulate > 1:
         return 0.0
     trips = _trips(plan, rates)

@@ -7,6 +7,9 @@ Every number in a list (counts, indexes, ends of names) is affine: c + b*L outsi
 c + a*m + b*L inside, of L and of the position m among the blocks. Two captures give five values for three unknowns, so
 numbers by another rule are noticed; texts must be the same everywhere. Otherwise the model is not periodic and must be
 captured as it is. The list of parameters follows the same rule, and is known of a deep model, so it is compared.
+
+One size is no such function: that of the seeds of dropout, of which Inductor makes one tensor for all layers. It is
+rounded up to a multiple, so in a deep model up to 8 bytes a dropout are not counted.
 """
 
 from __future__ import annotations
