@@ -6,7 +6,7 @@ budget*, the share of layers that keep their activations, the joint graph is par
 and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
 
     keep all ─ fits, and nothing is to gain ───────────────────────────────────────────── keep all
-        ├──── with rates: 0, 0.5, 0.25 or 0.75, then halves between the best and a neighbour ─ the fastest
+        ├──── with rates: 0, 0.5, 0.25 or 0.75, then halves beside the best ones ─────────── the fastest
         ├──── without: 0.75, 0.5, 0.25, 0 (large graphs: 0, 0.5) ─ the largest that fits
         └──── nothing fits ─ the one that needs least device memory, or host memory where that alone is missing
 """
@@ -48,6 +48,8 @@ LEAST_WIDTH = 1 / 64
 """Distance of two budgets below which they are as good as one: less than a layer of most models."""
 FORWARD_SHARE = 0.25
 """Share of a step's computation that is its second forward, where all layers are computed again."""
+NEARLY_BEST = 0.01
+"""Share by which the step of a second budget may be longer than the best one for budgets beside that to be tried."""
 STALLED = 0.02
 """Share by which a step is longer than its computation from which less is kept, for more room, rather than more."""
 
@@ -219,23 +221,40 @@ class _Trial:
             self.halve()
 
     def halve(self) -> None:
-        """Try halves between the best budget and a neighbour, while there is something to gain.
+        """Try halves beside budgets that are best or nearly so, the widest first, while they gain."""
+        while budgets := [b for c in self._promising() if (b := self._beside(c)) is not None]:
+            self.price(max(budgets, key=self._width))
+
+    def _width(self, budget: float) -> float:
+        return min(abs(budget - c.budget) for c in self.candidates)
+
+    def _promising(self) -> list[BudgetCandidate]:
+        """The best candidate, then those that are nearly as fast, and faster than both neighbours."""
+        best, tried = self.best(), sorted(self.candidates, key=lambda c: c.budget)
+        if not best.fits:
+            return []
+        bar_ms = best.step_ms * (1 + NEARLY_BEST)
+        around = zip([None, *tried], tried, [*tried[1:], None], strict=False)
+        dips = [c for left, c, right in around if all(n is None or n.step_ms > c.step_ms for n in (left, right))]
+        return [best, *sorted((c for c in dips if c is not best and c.step_ms <= bar_ms), key=lambda c: c.step_ms)]
+
+    def _beside(self, candidate: BudgetCandidate) -> float | None:
+        """The budget to try next, between ``candidate`` and a neighbour, where that can gain enough.
 
         More is kept where the step is little more than computation, of which that leaves less. Elsewhere less is, for
         room, where the rest of the step is longer than what is then computed again.
         """
-        while (best := self.best()).fits:
-            tried = sorted(self.candidates, key=lambda c: c.budget)
-            position, rest_ms = tried.index(best), best.step_ms - best.compute_ms
-            stalls = rest_ms > best.compute_ms * STALLED
-            neighbours = tried[:position][-1:] if stalls else tried[position + 1 :][:1]
-            width = abs(neighbours[0].budget - best.budget) / 2 if neighbours else 0.0
-            worth_ms = self._worth_ms()
-            while stalls and worth_ms * width > rest_ms:
-                width /= 2
-            if width < LEAST_WIDTH or worth_ms * width < best.step_ms * WORTH_HALVING:
-                break
-            self.price(best.budget - width if stalls else best.budget + width)
+        tried = sorted(self.candidates, key=lambda c: c.budget)
+        position, rest_ms = tried.index(candidate), candidate.step_ms - candidate.compute_ms
+        stalls = rest_ms > candidate.compute_ms * STALLED
+        neighbours = tried[:position][-1:] if stalls else tried[position + 1 :][:1]
+        width = abs(neighbours[0].budget - candidate.budget) / 2 if neighbours else 0.0
+        worth_ms = self._worth_ms()
+        while stalls and worth_ms * width > rest_ms:
+            width /= 2
+        if width < LEAST_WIDTH or worth_ms * width < candidate.step_ms * WORTH_HALVING:
+            return None
+        return candidate.budget - width if stalls else candidate.budget + width
 
     def _worth_ms(self) -> float:
         """Computation that is spared where all layers keep their activations."""

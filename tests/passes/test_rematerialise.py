@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from costs import RATES, UNIT_NBYTES
@@ -231,3 +232,26 @@ def test_only_the_best_budget_so_far_is_kept() -> None:
     choice = choose_budget(made, plan_of, RATES, forget=kept.discard)
     assert len(choice.candidates) > 2 and choice.budget < KEEP_ALL
     assert kept == {choice.budget}
+
+
+def test_beside_a_second_budget_that_is_nearly_as_fast_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps have more than one dip where moved values take over from computed ones."""
+    known_ms = {0.0: 3867, 0.5: 3451, 0.5625: 3420, 0.625: 3369, 0.6875: 3440, 0.75: 3518, 1.0: 3439}
+
+    def tried(slower_below_1_ms: float) -> BudgetChoice:
+        budgets = list[float]()
+
+        def schedule(budget: float) -> Schedule:
+            budgets.append(budget)
+            return schedule_with(budget, CHUNK_NBYTES, 10_000)
+
+        def priced(*_: object) -> SimpleNamespace:
+            step_ms = known_ms.get(budgets[-1], 3560) + slower_below_1_ms * (budgets[-1] < KEEP_ALL)
+            return SimpleNamespace(step_ms=step_ms, compute_ms=3150 + 500 * (1 - budgets[-1]), bound="compute")
+
+        monkeypatch.setattr(rematerialise, "price", priced)
+        return choose_budget(schedule, plan_of, RATES)
+
+    near, far = tried(0), tried(100)
+    assert near.budget == 0.625 and len(near.candidates) <= 10
+    assert far.budget == KEEP_ALL and min(c.budget for c in far.candidates if c.budget > 0.5) >= 0.75
