@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from chunkc.cost.rates import CostRates
-from chunkc.cost.simulate import price
+from chunkc.cost.simulate import Price, price
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
@@ -69,7 +69,7 @@ class Search:
 
     ``draft_with``: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
     ``plan_of``: the plan that a draft describes. ``max_actions``: simulated actions after which no more are tried.
-    ``tried``: all candidates, in the order of trial.
+    ``tried``: all candidates, in the order of trial, but for those that give the plan of an earlier one.
     """
 
     draft_with: Callable[[PlanOptions], Draft]
@@ -81,6 +81,7 @@ class Search:
     _drafts: dict[PlanOptions, Draft] = field(default_factory=dict)
     _refused: set[PlanOptions] = field(default_factory=set)
     _num_actions: int = 0
+    _prices: dict[int, Price] = field(default_factory=dict)  # by hashes of what is priced
 
     def run(self, first: Draft) -> Candidate:
         """The best candidate; ``first`` is the draft of ``options``."""
@@ -311,15 +312,25 @@ class Search:
         except BudgetError as error:
             self._refused.add(options)
             candidate = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
-        else:
-            self._drafts[options], plan = draft, self.plan_of(draft)
-            cost = price(plan, self.rates)
-            self._num_actions += cost.num_actions
-            text += ", their payloads too" if _keeps_payloads(draft) else ""
-            updates_ms = cost.critical_ms.get(str(Stream.CPU), 0.0)
-            candidate = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}", updates_ms)
-        self.tried.append(candidate)
+            self.tried.append(candidate)
+            return candidate
+        self._drafts[options] = draft
+        cost, is_new = self._price_of(self.plan_of(draft))
+        text += ", their payloads too" if _keeps_payloads(draft) else ""
+        updates_ms = cost.critical_ms.get(str(Stream.CPU), 0.0)
+        candidate = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}", updates_ms)
+        if is_new:
+            self.tried.append(candidate)
         return candidate
+
+    def _price_of(self, plan: Plan) -> tuple[Price, bool]:
+        """The price of ``plan``, and whether it was simulated: options that differ may give one plan."""
+        key = hash((plan.layout, plan.segments, plan.programs, plan.moves))
+        is_new = key not in self._prices
+        if is_new:
+            self._prices[key] = price(plan, self.rates)
+            self._num_actions += self._prices[key].num_actions
+        return self._prices[key], is_new
 
 
 def _margins(draft: Draft) -> tuple[int, int, int]:

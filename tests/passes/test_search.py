@@ -190,6 +190,20 @@ def test_a_large_model_stops_the_search() -> None:
     assert len(search.tried) == 1
 
 
+def test_options_that_give_one_plan_are_simulated_once() -> None:
+    first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
+    asked = list[PlanOptions]()
+
+    def draft_with(options: PlanOptions) -> Draft:
+        asked.append(options)
+        return first
+
+    search = searching(draft_with)
+    best = search.run(first)
+    assert len(asked) > 2 and len(search.tried) == 1
+    assert best.options == PlanOptions()
+
+
 def test_of_a_large_model_whose_updates_are_held_second_homes_are_tried_all_the_same() -> None:
     known = slow_host(16e-6)
     found = make_fastest_plan(
