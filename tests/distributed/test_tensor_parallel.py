@@ -37,6 +37,8 @@ pytestmark = pytest.mark.distributed
 NAMES = ("llama", "llama_sequence", "gpt")
 QUICK_NAMES = [pytest.param("llama", marks=pytest.mark.slow), "llama_sequence", "gpt"]
 
+SLOW_DIVIDED = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama_untied", "t5_gated")]
+
 
 def check(found: list[DoneParallel], work: Parallel, num_data: int) -> None:
     """Ranks along ``tp`` see one loss; all have the same values, those of one process."""
@@ -75,9 +77,9 @@ def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> No
     assert all(done.stats["h2d_nbytes"] > 0 for done in found)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "bert", pytest.param("llama_untied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama_tied", "bert", "qwen3", "t5", *SLOW_DIVIDED])
 def test_a_model_of_transformers_is_divided_by_its_own_plan(name: str, two_ranks: Pool) -> None:
-    """Ties, biases that ranks copy, and a vocabulary that is divided or whole."""
+    """Ties, biases that ranks copy, norms of heads, biases by position, and a vocabulary that is divided or whole."""
     work = Parallel(name, hw=None, is_text=True)
     found = two_ranks.run(train, work)
     check(found, work, 1)

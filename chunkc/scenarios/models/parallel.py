@@ -1,7 +1,7 @@
 """Parallel plans of transformers models: which layers ranks along ``tp`` divide, in torch's styles.
 
 transformers has the plan of an architecture beside its code, by names of modules in which ``*`` is the number of a
-layer. It has none for BERT and GPT-2, whose plans stand here.
+layer. It has none for BERT, GPT-2 and T5, whose plans stand here.
 
 GPT-2's attention keeps queries, keys and values side by side in the columns of one matrix. A rank takes the columns
 that it has for those of its own heads: the matrix is one whose columns are ordered by rank, as Megatron-LM keeps it. So
@@ -10,8 +10,10 @@ a plan holds for transformers' GPT-2, and weights of a checkpoint would have to 
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 from collections.abc import Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,6 +24,12 @@ from chunkc.scenarios.models.transformer import Transformer
 
 _BERT_LAYER: Final = "bert.encoder.layer.*."
 _GPT_LAYER: Final = "transformer.h.*."
+_T5_ATTENTION: Final = (
+    "encoder.block.*.layer.0.SelfAttention.",
+    "decoder.block.*.layer.0.SelfAttention.",
+    "decoder.block.*.layer.1.EncDecAttention.",
+)
+_T5_FEED_FORWARD: Final = ("encoder.block.*.layer.1.DenseReluDense.", "decoder.block.*.layer.2.DenseReluDense.")
 _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "bert": {
@@ -38,13 +46,22 @@ _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
             f"{_GPT_LAYER}mlp.c_proj": "conv1d_rows",
             "lm_head": "colwise_gather_output",
         },
+        "t5": {
+            **{f"{layer}{name}": "colwise" for layer in _T5_ATTENTION for name in "qkv"},
+            **{f"{layer}relative_attention_bias": "colwise" for layer in _T5_ATTENTION},
+            **{f"{layer}o": "rowwise" for layer in _T5_ATTENTION},
+            **{f"{layer}{name}": "colwise" for layer in _T5_FEED_FORWARD for name in ("wi", "wi_0", "wi_1")},
+            **{f"{layer}wo": "rowwise" for layer in _T5_FEED_FORWARD},
+        },
     }
 )
 _ACROSS_VOCABULARY: Final = ("embedding_rowwise", "colwise_gather_output", "colwise_rep")
 """Styles that divide the vocabulary, between whole inputs and outputs: layers may do without."""
 _HEADS: Final = ("num_attention_heads", "num_key_value_heads")
-_COUNTS_OF_A_RANK: Final[Mapping[str, str]] = MappingProxyType({"gpt2": "split_size"})
-"""The attribute of modules that counts outputs of one rank: GPT-2's attention splits its own columns in three."""
+_COUNTS_OF_A_RANK: Final[Mapping[str, str]] = MappingProxyType({"gpt2": "split_size", "t5": "n_heads"})
+"""The attribute of modules that counts what one rank has: GPT-2's attention splits its own columns in three, and T5's
+makes a bias of zeros for its own heads."""
+_ORDERED_COLUMNS: Final = frozenset({"gpt2"})
 
 
 def parallelise(model: nn.Module, label: str, line: Any) -> None:
@@ -80,7 +97,7 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
 
 def needs_ordered_columns(kind: str) -> bool:
     """Whether models of a ``model_type`` are divided right only with columns in the order of ranks."""
-    return kind in _COUNTS_OF_A_RANK
+    return kind in _ORDERED_COLUMNS
 
 
 def caveat(transformer: Transformer) -> str:
@@ -99,17 +116,16 @@ def _plan_of(model: Any, label: str) -> Mapping[str, str]:
     base = getattr(model.config, "base_model_tp_plan", None) or {}
     plan = _OWN.get(kind) or getattr(model, "_tp_plan", None)
     plan = plan or {f"{model.base_model_prefix}.{name}": style for name, style in base.items()}
+    named = (model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in chain(*named)]
+    plan = {name: style for name, style in (plan or {}).items() if fnmatch.filter(names, name)}
     if plan and (base or kind in _OWN):
-        return {name: style for name, style in plan.items() if "*" in name or _has(model, name)}
+        return plan
     raise ChunkcError(
         f"{label} has no parallel plan by which ranks along tp could divide it. There is one for {', '.join(_OWN)}, "
-        "and where transformers has one of linear layers (llama, mistral, qwen2, gemma and others); parallelise other "
-        "models yourself (torch.distributed.tensor.parallel.parallelize_module)"
+        "and where transformers has one of linear layers and norms (llama, mistral, qwen3, gemma3 and others); "
+        "parallelise other models yourself (torch.distributed.tensor.parallel.parallelize_module)"
     )
-
-
-def _has(model: nn.Module, name: str) -> bool:
-    return any(found == name for found, _ in model.named_modules(remove_duplicate=False))
 
 
 def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[str, Any]:
@@ -122,8 +138,9 @@ def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[st
         "embedding_rowwise": lambda: parallel.RowwiseParallel(input_layouts=whole),
         "colwise_gather_output": lambda: parallel.ColwiseParallel(output_layouts=whole),
         "colwise_rep": lambda: parallel.ColwiseParallel(output_layouts=whole),
-        "conv1d_columns": lambda: _conv1d_styles().Conv1DColumns(),
-        "conv1d_rows": lambda: _conv1d_styles().Conv1DRows(),
+        "conv1d_columns": lambda: _own_styles().Conv1DColumns(),
+        "conv1d_rows": lambda: _own_styles().Conv1DRows(),
+        "replicated_with_grad_allreduce": lambda: _own_styles().HeadNorm(),
     }
     unknown = [f"{name} ({style})" for name, style in plan.items() if style not in makers]
     if unknown:
@@ -135,8 +152,8 @@ def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[st
     return {name: makers[style]() for name, style in kept.items()}
 
 
-def _conv1d_styles() -> Any:
-    return importlib.import_module("chunkc.scenarios.models.conv1d_styles")
+def _own_styles() -> Any:
+    return importlib.import_module("chunkc.scenarios.models.parallel_styles")
 
 
 def _tied(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

@@ -10,7 +10,7 @@ import pytest
 from job import Pool
 from rank_fixtures import two_ranks
 from rank_parallel import differences
-from tiny_transformers import TINY_BERT, TINY_GPT, TINY_LLAMA
+from tiny_transformers import TINY_BERT, TINY_GEMMA3, TINY_GPT, TINY_LLAMA, TINY_QWEN3
 from torch import nn
 
 from chunkc._torch_compat.fake_job import fake_job, first_line
@@ -95,7 +95,10 @@ def test_a_gpt_is_divided_by_the_plan_here(pair: None) -> None:
         TINY_BERT,
         TINY_GPT,
         changed(TINY_GPT, vocab_size=104),
+        TINY_QWEN3,
+        TINY_GEMMA3,
     ],
+    ids=lambda transformer: transformer.label,
 )
 def test_a_divided_model_computes_as_the_whole_one(transformer: Transformer, two_ranks: Pool) -> None:
     """Loss and gradients of two ranks, element by element, beside those of the model as transformers builds it."""
@@ -106,7 +109,7 @@ def test_a_divided_model_computes_as_the_whole_one(transformer: Transformer, two
 REFUSED: dict[str, tuple[Callable[[], Transformer], str]] = {
     "opt": (
         lambda: TINY_OPT,
-        "opt-tiny has no parallel plan .* There is one for bert, gpt2, and where transformers has one",
+        "opt-tiny has no parallel plan .* There is one for bert, gpt2, t5, and where transformers has one",
     ),
     "heads": (
         lambda: changed(TINY_LLAMA, num_key_value_heads=1),

@@ -24,3 +24,13 @@ TINY_BERT = Transformer(
     | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     Head.CLASSIFICATION,
 )
+TINY_QWEN3 = Transformer(
+    "qwen3-tiny",
+    {**TINY_LLAMA.config, "model_type": "qwen3", "head_dim": 8},
+    Head.CAUSAL,
+)
+TINY_GEMMA3 = Transformer(
+    "gemma3-tiny",
+    {**TINY_LLAMA.config, "model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
+    Head.CAUSAL,
+)

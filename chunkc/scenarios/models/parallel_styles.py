@@ -1,11 +1,14 @@
-"""Styles of tensor parallelism for transformers' ``Conv1D``, the linear layer of GPT-2.
+"""Styles of tensor parallelism that torch has not, for layers of transformers models.
 
-torch's ``ColwiseParallel`` and ``RowwiseParallel`` know ``nn.Linear``, whose weight is [outputs, inputs]. These do the
-same to a ``Conv1D``, whose weight is [inputs, outputs], after Shoeybi et al., "Megatron-LM" (2019), section 3:
+    style           weight      bias        input of a rank   output of a rank   exchanged
+    Conv1DColumns   Shard(1)    Shard(0)    whole             its columns        gradients of the input, in backward
+    Conv1DRows      Shard(0)    whole       its columns       whole              the output, in forward
+    HeadNorm        whole       whole       its heads         its heads          gradients of the weight, in backward
 
-    style     weight      bias        input of a rank     output of a rank     exchanged
-    columns   Shard(1)    Shard(0)    whole               its columns          gradients of the input, in backward
-    rows      Shard(0)    whole       its columns         whole                the output, in forward
+``Conv1D`` is the linear layer of GPT-2, whose weight is [inputs, outputs]: torch's ``ColwiseParallel`` and
+``RowwiseParallel`` know ``nn.Linear``, whose weight is [outputs, inputs]. They do the same, after Shoeybi et al.,
+"Megatron-LM" (2019), section 3. A norm of heads (Qwen3, Gemma 3) has one weight for all heads, and each rank those of
+its own.
 
 Import this module only where a model has such layers: torch's takes a while.
 """
@@ -33,6 +36,13 @@ class Conv1DRows(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _divided(module, device_mesh, weight=Shard(0), bias=Replicate(), inputs=Shard(-1), outputs=Replicate())
+
+
+class HeadNorm(ParallelStyle):
+    """Ranks have equal parts of the heads, which the last dimension is none of: see the module docstring."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _divided(module, device_mesh, weight=Replicate(), bias=Replicate(), inputs=Shard(1), outputs=Shard(1))
 
 
 def _divided(
