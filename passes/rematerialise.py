@@ -221,7 +221,7 @@ class _Trial:
             self.halve()
 
     def halve(self) -> None:
-        """Try halves beside budgets that are best or nearly so, the widest first, while they gain."""
+        """Try halves beside the best budget, and one that is nearly so, the widest first, while they gain."""
         while budgets := [b for c in self._promising() if (b := self._beside(c)) is not None]:
             self.price(max(budgets, key=self._width))
 
@@ -229,14 +229,15 @@ class _Trial:
         return min(abs(budget - c.budget) for c in self.candidates)
 
     def _promising(self) -> list[BudgetCandidate]:
-        """The best candidate, then those that are nearly as fast, and faster than both neighbours."""
+        """The best candidate, and the next one that is nearly as fast and faster than its neighbours."""
         best, tried = self.best(), sorted(self.candidates, key=lambda c: c.budget)
         if not best.fits:
             return []
         bar_ms = best.step_ms * (1 + NEARLY_BEST)
         around = zip([None, *tried], tried, [*tried[1:], None], strict=False)
         dips = [c for left, c, right in around if all(n is None or n.step_ms > c.step_ms for n in (left, right))]
-        return [best, *sorted((c for c in dips if c is not best and c.step_ms <= bar_ms), key=lambda c: c.step_ms)]
+        others = sorted((c for c in dips if c is not best and c.step_ms <= bar_ms), key=lambda c: c.step_ms)
+        return [best, *others[:1]]
 
     def _beside(self, candidate: BudgetCandidate) -> float | None:
         """The budget to try next, between ``candidate`` and a neighbour, where that can gain enough.

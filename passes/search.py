@@ -32,7 +32,9 @@ from chunkc.passes.support.second_homes import candidates
 from chunkc.progress import stage
 
 MAX_ACTIONS = 600_000
-"""Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
+"""Simulated actions after which no more candidates are tried, which bounds the time of a search for a large model.
+
+A candidate that gives a plan for the second time takes the time of the passes alone, and counts for nothing."""
 SCREENING_ACTIONS = 60_000
 """As many where schedules are compared, of which one is then searched in full."""
 NUM_SCALES = 5

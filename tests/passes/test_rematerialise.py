@@ -255,3 +255,19 @@ def test_beside_a_second_budget_that_is_nearly_as_fast_others_are_tried(monkeypa
     near, far = tried(0), tried(100)
     assert near.budget == 0.625 and len(near.candidates) <= 10
     assert far.budget == KEEP_ALL and min(c.budget for c in far.candidates if c.budget > 0.5) >= 0.75
+
+
+def test_jagged_steps_are_not_followed_into_every_dip(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = list[float]()
+
+    def schedule(budget: float) -> Schedule:
+        budgets.append(budget)
+        return schedule_with(budget, CHUNK_NBYTES, 10_000)
+
+    def priced(*_: object) -> SimpleNamespace:
+        noise_ms = round(budgets[-1] * 128) * 7919 % 17
+        return SimpleNamespace(step_ms=3400 + noise_ms, compute_ms=2500 + 500 * (1 - budgets[-1]), bound="compute")
+
+    monkeypatch.setattr(rematerialise, "price", priced)
+    choice = choose_budget(schedule, plan_of, RATES)
+    assert 5 <= len(choice.candidates) <= 12

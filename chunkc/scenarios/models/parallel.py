@@ -29,6 +29,9 @@ _T5_ATTENTION: Final = (
     "decoder.block.*.layer.0.SelfAttention.",
     "decoder.block.*.layer.1.EncDecAttention.",
 )
+_T5_BIASES: Final = tuple(
+    f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias" for stack in ("encoder", "decoder")
+)
 _T5_FEED_FORWARD: Final = ("encoder.block.*.layer.1.DenseReluDense.", "decoder.block.*.layer.2.DenseReluDense.")
 _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
@@ -48,7 +51,7 @@ _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "t5": {
             **{f"{layer}{name}": "colwise" for layer in _T5_ATTENTION for name in "qkv"},
-            **{f"{layer}relative_attention_bias": "colwise" for layer in _T5_ATTENTION},
+            **dict.fromkeys(_T5_BIASES, "colwise"),
             **{f"{layer}o": "rowwise" for layer in _T5_ATTENTION},
             **{f"{layer}{name}": "colwise" for layer in _T5_FEED_FORWARD for name in ("wi", "wi_0", "wi_1")},
             **{f"{layer}wo": "rowwise" for layer in _T5_FEED_FORWARD},
@@ -62,6 +65,10 @@ _COUNTS_OF_A_RANK: Final[Mapping[str, str]] = MappingProxyType({"gpt2": "split_s
 """The attribute of modules that counts what one rank has: GPT-2's attention splits its own columns in three, and T5's
 makes a bias of zeros for its own heads."""
 _ORDERED_COLUMNS: Final = frozenset({"gpt2"})
+_OF_HEADS: Final = "replicated_with_grad_allreduce"
+_NORMS_OF_HEADS: Final = frozenset({"qwen3", "gemma3_text"})
+"""Architectures that are compared with one process. Others with norms of heads may have more between divided layers:
+Apertus trains its activations, and Gemma 3n's take a threshold over all columns."""
 
 
 def parallelise(model: nn.Module, label: str, line: Any) -> None:
@@ -78,7 +85,8 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
         count = getattr(config, name, None)
         if isinstance(count, int) and count % size:
             raise ChunkcError(f"tp={size} does not divide the {count} of {name} of {label}: give a divisor of {count}")
-    styles = _styles(label, plan, is_divided=getattr(config, "vocab_size", 0) % size == 0)
+    is_divided = getattr(config, "vocab_size", 0) % size == 0
+    styles = _styles(label, plan, is_divided=is_divided, norms_heads=config.model_type in _NORMS_OF_HEADS)
     tied = _tied(model)
     parallel = importlib.import_module("torch.distributed.tensor.parallel")
     try:
@@ -111,16 +119,16 @@ def caveat(transformer: Transformer) -> str:
 
 
 def _plan_of(model: Any, label: str) -> Mapping[str, str]:
-    """Styles of transformers by names of modules."""
-    kind = str(model.config.model_type)
+    """Styles of transformers by names of modules, under the names that they have in ``model``."""
+    kind, prefix = str(model.config.model_type), f"{model.base_model_prefix}."
     base = getattr(model.config, "base_model_tp_plan", None) or {}
-    plan = _OWN.get(kind) or getattr(model, "_tp_plan", None)
-    plan = plan or {f"{model.base_model_prefix}.{name}": style for name, style in base.items()}
+    plan = _OWN.get(kind) or getattr(model, "_tp_plan", None) or base
     named = (model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False))
     names = [name for name, _ in chain(*named)]
-    plan = {name: style for name, style in (plan or {}).items() if fnmatch.filter(names, name)}
-    if plan and (base or kind in _OWN):
-        return plan
+    for renamed in (str, prefix.__add__, lambda name: name.removeprefix(prefix)):  # with another head, or without one
+        found = {renamed(n): style for n, style in plan.items() if fnmatch.filter(names, renamed(n))}
+        if (base or kind in _OWN) and not set(found.values()) <= set(_ACROSS_VOCABULARY):
+            return found
     raise ChunkcError(
         f"{label} has no parallel plan by which ranks along tp could divide it. There is one for {', '.join(_OWN)}, "
         "and where transformers has one of linear layers and norms (llama, mistral, qwen3, gemma3 and others); "
@@ -128,8 +136,12 @@ def _plan_of(model: Any, label: str) -> Mapping[str, str]:
     )
 
 
-def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[str, Any]:
-    """torch's styles by name. ``is_divided``: whether ranks can have equal parts of the vocabulary."""
+def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool, norms_heads: bool) -> dict[str, Any]:
+    """torch's styles by name.
+
+    ``is_divided``: whether ranks can have equal parts of the vocabulary. ``norms_heads``: whether norms of heads are
+    known to be exact.
+    """
     parallel = importlib.import_module("torch.distributed.tensor.parallel")
     whole = importlib.import_module("torch.distributed.tensor").Replicate()
     makers = {
@@ -140,13 +152,14 @@ def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool) -> dict[st
         "colwise_rep": lambda: parallel.ColwiseParallel(output_layouts=whole),
         "conv1d_columns": lambda: _own_styles().Conv1DColumns(),
         "conv1d_rows": lambda: _own_styles().Conv1DRows(),
-        "replicated_with_grad_allreduce": lambda: _own_styles().HeadNorm(),
     }
+    if norms_heads:
+        makers[_OF_HEADS] = lambda: _own_styles().HeadNorm()
     unknown = [f"{name} ({style})" for name, style in plan.items() if style not in makers]
     if unknown:
         raise ChunkcError(
             f"the parallel plan that transformers has of {label} divides {', '.join(unknown[:3])} in ways that torch's "
-            f"styles have not; known are {', '.join(makers)}"
+            f"styles have not, or that chunkc has not tried with it; known are {', '.join(makers)}"
         )
     kept = {name: style for name, style in plan.items() if is_divided or style not in _ACROSS_VOCABULARY}
     return {name: makers[style]() for name, style in kept.items()}

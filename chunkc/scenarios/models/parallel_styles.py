@@ -39,7 +39,11 @@ class Conv1DRows(ParallelStyle):
 
 
 class HeadNorm(ParallelStyle):
-    """Ranks have equal parts of the heads, which the last dimension is none of: see the module docstring."""
+    """Ranks have equal parts of the heads: see the module docstring.
+
+    The last dimension alone is normalised, and gradients of the weight add up over all others. So dimension 1 stands
+    for that of the heads, wherever it is.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _divided(module, device_mesh, weight=Replicate(), bias=Replicate(), inputs=Shard(1), outputs=Shard(1))

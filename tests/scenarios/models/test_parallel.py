@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import transformers
 from job import Pool
 from rank_fixtures import two_ranks
 from rank_parallel import differences
@@ -26,6 +27,7 @@ TINY_OPT = Transformer(
     | {"hidden_size": 32, "word_embed_proj_dim": 32, "num_attention_heads": 2},
     Head.CAUSAL,
 )
+T5_SIZES = {"vocab_size": 104, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
 
 
 @pytest.fixture
@@ -106,6 +108,24 @@ def test_a_divided_model_computes_as_the_whole_one(transformer: Transformer, two
         assert number > 10 and worst < 1e-5
 
 
+def test_a_plan_holds_for_models_with_other_heads(pair: None) -> None:
+    """Their modules have another prefix, or none."""
+    bert_sizes, llama_sizes = ({**t.config} for t in (TINY_BERT, TINY_LLAMA))
+    for sizes in (bert_sizes, llama_sizes):
+        del sizes["model_type"]
+    t5 = transformers.T5ForSequenceClassification(transformers.T5Config(num_layers=2, **T5_SIZES))
+    bert = transformers.BertModel(transformers.BertConfig(**bert_sizes))
+    llama = transformers.LlamaModel(transformers.LlamaConfig(**llama_sizes))
+    projections = (
+        (t5, "transformer.encoder.block.1.layer.0.SelfAttention.q.weight"),
+        (bert, "encoder.layer.1.attention.self.query.weight"),
+        (llama, "layers.1.self_attn.q_proj.weight"),
+    )
+    for model, name in projections:
+        parallelise(model, "other-head", first_line(2, "tp"))
+        assert parts(model)[name] == (16, 32)
+
+
 REFUSED: dict[str, tuple[Callable[[], Transformer], str]] = {
     "opt": (
         lambda: TINY_OPT,
@@ -115,11 +135,15 @@ REFUSED: dict[str, tuple[Callable[[], Transformer], str]] = {
         lambda: changed(TINY_LLAMA, num_key_value_heads=1),
         "tp=2 does not divide the 1 of num_key_value_heads of llama-tiny",
     ),
+    "trained activations": (
+        lambda: replace(changed(TINY_LLAMA, model_type="apertus", hidden_act="xielu"), label="apertus-tiny"),
+        r"of apertus-tiny divides .*q_norm \(replicated_with_grad_allreduce\).* that chunkc has not tried with it",
+    ),
     "experts": (
         lambda: replace(
             changed(TINY_LLAMA, model_type="mixtral", num_local_experts=2, num_experts_per_tok=1), label="mixtral-tiny"
         ),
-        r"of mixtral-tiny divides .*packed_colwise.* in ways that torch's styles have not; known are colwise, rowwise",
+        r"of mixtral-tiny divides .*packed_colwise.* in ways that torch's styles have not, .* are colwise, rowwise",
     ),
 }
 
