@@ -6,7 +6,7 @@ Prints, for each model of `fidelity_runs`, the measured and the simulated step, 
 measured peak of device memory, and the share of hideable copy time that was hidden; the same for the run of each plan
 in which nothing overlaps (``sync``), whose step no simulation is held against. Writes a result under
 benchmarks/results/, and ends with exit code 1 when a model passes a bound: 10 % of the step, 5 % of the peak,
-90 % of the copy time; or when what a plan has decided against runs faster.
+90 % of the copy time that its plan hides; or when what a plan has decided against runs faster.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MAX_PEAK_ERROR = 0.05
 MAX_PEAK_ERROR_BY_BLOCKS = 0.15
 """Where activations are large: some are alive within one operator only, those that move count for whole segments."""
 MIN_HIDDEN_SHARE = 0.9
+"""Of the copy time that is hidden as simulated: a plan may expose copies where its step is the shorter for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,8 +123,8 @@ def failures_of(case: Case, run: Run) -> list[str]:
         return found
     if abs(run.peak_error) > (MAX_PEAK_ERROR if case.moves is None else MAX_PEAK_ERROR_BY_BLOCKS):
         found.append(f"{case.name}: the planned peak is off by {run.peak_error:+.1%}")
-    if run.hidden_share < MIN_HIDDEN_SHARE:
-        found.append(f"{case.name}: {run.hidden_share:.1%} of the hideable copy time was hidden")
+    if run.hidden_as_simulated < MIN_HIDDEN_SHARE:
+        found.append(f"{case.name}: {run.hidden_as_simulated:.1%} of the copy time that the plan hides was hidden")
     return found
 
 

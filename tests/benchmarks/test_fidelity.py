@@ -53,7 +53,7 @@ def test_plans_move_saved_values_where_that_is_faster(name: str, script: ModuleT
 @pytest.mark.slow
 @pytest.mark.parametrize("position", range(len(NAMES)), ids=NAMES)
 def test_a_step_takes_the_simulated_time_and_hides_its_copies(position: int, script: ModuleType) -> None:
-    """Within 10 % of the step and 5 % of the peak, 90 % of the hideable copy time; the bound has the model's name."""
+    """Within 10 % of the step and 5 % of the peak, 90 % of the copies that the plan hides; its bound has its name."""
     case = script.CASES[position]
     run = script.train(case)
     assert script.failures_of(case, run) == []
@@ -73,7 +73,7 @@ def test_without_overlap_nothing_is_hidden_and_the_step_is_as_long_as_all_its_ac
     assert run.hidden_share < 0.1
     assert run.step_ms == pytest.approx(sum(s.alone_ms for s in run.simulated.slices), rel=0.1)
     wrong = "\n".join(script.failures_of(case, run))
-    assert "of the hideable copy time was hidden" in wrong
+    assert "of the copy time that the plan hides was hidden" in wrong
     assert "the simulated step is off by -" in wrong
     assert "bound by compute" in wrong
 
