@@ -123,9 +123,15 @@ def failures_of(case: Case, run: Run) -> list[str]:
         return found
     if abs(run.peak_error) > (MAX_PEAK_ERROR if case.moves is None else MAX_PEAK_ERROR_BY_BLOCKS):
         found.append(f"{case.name}: the planned peak is off by {run.peak_error:+.1%}")
-    if run.hidden_as_simulated < MIN_HIDDEN_SHARE:
-        found.append(f"{case.name}: {run.hidden_as_simulated:.1%} of the copy time that the plan hides was hidden")
+    if (hidden_share := hidden_as_simulated(run)) < MIN_HIDDEN_SHARE:
+        found.append(f"{case.name}: {hidden_share:.1%} of the copy time that the plan hides was hidden")
     return found
+
+
+def hidden_as_simulated(run: Run) -> float:
+    """Copy time that was hidden, of that which is hidden in the simulation."""
+    copies_ms = hideable(run.simulated)[0]
+    return (copies_ms - run.exposed_ms) / (copies_ms - run.simulated_exposed_ms)
 
 
 def failures_of_choice(other: Case, chosen: Run, run: Run) -> list[str]:

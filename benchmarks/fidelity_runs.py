@@ -245,12 +245,6 @@ class Run:
         return (copies_ms - self.exposed_ms) / (copies_ms - waiting_ms)
 
     @property
-    def hidden_as_simulated(self) -> float:
-        """Hidden copy time, of that which is hidden as simulated."""
-        copies_ms, _ = hideable(self.simulated)
-        return (copies_ms - self.exposed_ms) / (copies_ms - self.simulated_exposed_ms)
-
-    @property
     def work_share(self) -> float:
         """The largest of `work_shares`."""
         return max(self.work_shares.values())
