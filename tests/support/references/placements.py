@@ -91,14 +91,20 @@ def mixed(
     keeps_payloads: bool = False,
     num_second_homes: int = 0,
 ) -> MakeSetup:
-    """Triples in all places, with chunks enough to tell apart; all updates compute what those of the host compute."""
+    """Triples in all places, with chunks enough to tell apart; all updates compute what those of the host compute.
+
+    ``keeps_payloads``: of a third of the chunks, the first ones, but for those of tensors that are larger than a chunk.
+    """
 
     def make(runner: PlanRunner) -> Setup:
         tight = smallest_plan(runner)
         chunk_numel = max(64, tight.layout.chunk_numel // 3)
         options = PlanOptions(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
         slots = max(3 * len(tight.layout.slots), FEW_SLOTS) if few_slots else None
-        wishes: dict[str, Any] = {"num_resident_states": num_resident_states, "streamed_share": streamed_share}
+        num = (
+            sum(c.list is not ChunkList.UNUSED for c in tight.layout.chunks) if keeps_payloads else num_resident_states
+        )
+        wishes: dict[str, Any] = {"num_resident_states": num, "streamed_share": streamed_share}
         wishes |= {"keeps_payloads": keeps_payloads, "num_second_homes": num_second_homes}
         return Setup(replace(options, max_slots=slots, **wishes), host_arithmetic=True)
 
@@ -109,13 +115,13 @@ FEW_SLOTS = 8  # one buffer in bf16, two in fp32
 ALL = 1 << 20
 MIXED: dict[str, MakeSetup] = {
     "some_resident": mixed(2),
-    "some_whole": mixed(2, keeps_payloads=True),
+    "some_whole": mixed(keeps_payloads=True),
     "all_resident": mixed(ALL),
     "some_streamed": mixed(0, 0.4),
     "all_streamed": mixed(0, 1.0),
     "all_streamed_with_room": mixed(0, 1.0, few_slots=False),
     "some_of_each": mixed(2, 0.4),
-    "whole_and_streamed": mixed(2, 0.4, keeps_payloads=True),
+    "whole_and_streamed": mixed(streamed_share=0.4, keeps_payloads=True),
     "none_on_the_host": mixed(2, 1.0),
     "some_begun": mixed(2, 0.4, num_second_homes=3),
     "all_begun": mixed(num_second_homes=ALL),
