@@ -6,7 +6,8 @@ Prints, for each model of `fidelity_runs`, the measured and the simulated step, 
 measured peak of device memory, and the share of hideable copy time that was hidden; the same for the run of each plan
 in which nothing overlaps (``sync``), whose step no simulation is held against. Writes a result under
 benchmarks/results/, and ends with exit code 1 when a model passes a bound: 10 % of the step, 5 % of the peak,
-90 % of the copy time that its plan hides; or when what a plan has decided against runs faster.
+90 % of the copy time that its plan hides, which is 85 % of what can be; or when what a plan has decided against runs
+faster.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MAX_PEAK_ERROR = 0.05
 MAX_PEAK_ERROR_BY_BLOCKS = 0.15
 """Where activations are large: some are alive within one operator only, those that move count for whole segments."""
 MIN_HIDDEN_SHARE = 0.9
-"""Of the copy time that is hidden as simulated: a plan may expose copies where its step is the shorter for that."""
+"""Of the copy time that is hidden as simulated."""
+MIN_PLANNED_HIDDEN_SHARE = 0.85
+"""Of the hideable copy time, as simulated: a plan may expose some where its step is the shorter for that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -123,15 +126,13 @@ def failures_of(case: Case, run: Run) -> list[str]:
         return found
     if abs(run.peak_error) > (MAX_PEAK_ERROR if case.moves is None else MAX_PEAK_ERROR_BY_BLOCKS):
         found.append(f"{case.name}: the planned peak is off by {run.peak_error:+.1%}")
-    if (hidden_share := hidden_as_simulated(run)) < MIN_HIDDEN_SHARE:
-        found.append(f"{case.name}: {hidden_share:.1%} of the copy time that the plan hides was hidden")
+    copies_ms, waiting_ms = hideable(run.simulated)
+    hides_ms, hidden_ms = copies_ms - run.simulated_exposed_ms, copies_ms - run.exposed_ms
+    if hides_ms < MIN_PLANNED_HIDDEN_SHARE * (copies_ms - waiting_ms):
+        found.append(f"{case.name}: the plan hides {hides_ms:.1f} of {copies_ms - waiting_ms:.1f} ms of copies")
+    if hidden_ms < MIN_HIDDEN_SHARE * hides_ms:
+        found.append(f"{case.name}: {hidden_ms:.1f} of {hides_ms:.1f} ms of copies that the plan hides were hidden")
     return found
-
-
-def hidden_as_simulated(run: Run) -> float:
-    """Copy time that was hidden, of that which is hidden in the simulation."""
-    copies_ms = hideable(run.simulated)[0]
-    return (copies_ms - run.exposed_ms) / (copies_ms - run.simulated_exposed_ms)
 
 
 def failures_of_choice(other: Case, chosen: Run, run: Run) -> list[str]:

@@ -73,7 +73,7 @@ def test_without_overlap_nothing_is_hidden_and_the_step_is_as_long_as_all_its_ac
     assert run.hidden_share < 0.1
     assert run.step_ms == pytest.approx(sum(s.alone_ms for s in run.simulated.slices), rel=0.1)
     wrong = "\n".join(script.failures_of(case, run))
-    assert "of the copy time that the plan hides was hidden" in wrong
+    assert "ms of copies that the plan hides were hidden" in wrong
     assert "the simulated step is off by -" in wrong
 
 

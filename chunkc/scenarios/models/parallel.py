@@ -131,8 +131,8 @@ def _plan_of(model: Any, label: str) -> Mapping[str, str]:
             return found
     raise ChunkcError(
         f"{label} has no parallel plan by which ranks along tp could divide it. There is one for {', '.join(_OWN)}, "
-        "and where transformers has one of linear layers and norms (llama, mistral, qwen3, gemma3 and others); "
-        "parallelise other models yourself (torch.distributed.tensor.parallel.parallelize_module)"
+        "and where transformers has one of linear layers (llama, mistral, qwen2 and others), or of norms of heads as "
+        "well (qwen3, gemma3); parallelise other models yourself (torch.distributed.tensor.parallel.parallelize_module)"
     )
 
 
