@@ -80,7 +80,8 @@ def collected_while_dynamo_runs(owners: list[object]) -> int:
         owners.clear()
         return x * 2
 
-    torch._dynamo.reset()  # frames without tensors are compiled once a process
+    for code in (forward.__code__, weakref.finalize.__call__.__code__):
+        torch._dynamo.reset_code(code)  # frames without tensors are compiled once a process
     counters.clear()
     run = torch.compile(forward, backend=lambda module, inputs: module.forward)
     assert torch.equal(run(torch.ones(2)), torch.full((2,), 4.0))

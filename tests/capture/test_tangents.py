@@ -61,7 +61,7 @@ def recorder() -> Recorder:
 
 def reached_from(recorder: Recorder, outputs: Sequence[int]) -> set[str]:
     """Names of the parameters whose gradients are asked for where the loss uses ``outputs`` of the model."""
-    torch._dynamo.reset()
+    torch._dynamo.reset_code(Model.forward.__code__)
     x = torch.randn(4, 4)
     found = torch.compile(Model(), backend=recorder, fullgraph=True, dynamic=False)(x)
     torch.stack([found[i].sum() for i in outputs]).sum().backward()
@@ -104,7 +104,7 @@ def test_undefined_tangents_become_zeros() -> None:
 def test_what_made_the_inputs_is_left_alone() -> None:
     """A compiled function before this one may count on zeros, also where this one returns a view of its output."""
     first, second = Recorder(wrap=lambda compiled: compiled), Recorder()
-    torch._dynamo.reset()
+    torch._dynamo.reset_code(Model.forward.__code__)
     x = torch.randn(4, 4, requires_grad=True)
     given = torch.compile(Model(), backend=first, fullgraph=True, dynamic=False)(x)
     found = torch.compile(lambda value: (value.t(), value * 2), backend=second, fullgraph=True, dynamic=False)(given[0])
@@ -114,7 +114,6 @@ def test_what_made_the_inputs_is_left_alone() -> None:
 
 def test_inputs_changed_in_place(recorder: Recorder) -> None:
     """The graph is found behind an input that it changed, where it returns nothing else that has a gradient."""
-    torch._dynamo.reset()
     weight = torch.ones(4, requires_grad=True)
     x = weight * 2
 

@@ -35,7 +35,7 @@ def backward_of(forward: Forward) -> tuple[torch.fx.GraphModule, dict[str, froze
         found.append((graphs[1], reached))
         return graphs
 
-    torch._dynamo.reset()
+    torch._dynamo.reset_code(Model.forward.__code__)
     backend = aot_backend(fw_compiler=lambda g, _: g, bw_compiler=lambda g, _: g, partition_fn=cut)
     torch.compile(Model(forward), backend=backend, fullgraph=True, dynamic=False)(torch.randn(4, 4))
     (graphs,) = found
