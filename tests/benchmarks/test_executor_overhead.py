@@ -25,11 +25,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def test_the_fit_finds_the_figures_that_made_the_times(script: ModuleType) -> None:
     case = script.CASES[0]
-    counts = [(42, 12, 24), (426, 108, 216), (110, 28, 216), (1864, 144, 72)]
-    rows = [script.Row(case, a, s, p, 500 + 3 * a + 2 * s + 10 * p + 7 * p, 7 * p) for a, s, p in counts]
+    counts = [(42, 0, 12, 24), (426, 40, 108, 216), (110, 0, 28, 216), (1864, 0, 144, 72), (779, 716, 30, 216)]
+    rows = [script.Row(case, a, m, s, p, 500 + 3 * a + 5 * m + 2 * s + 10 * p + 7 * p, 7 * p) for a, m, s, p in counts]
     found = script.fit(rows, 2.0, with_torch=False)
     assert found == pytest.approx(
-        {"action": 3, "segment": 2, "parameter": 10, "step": 500, "largest_error": 0}, abs=1e-3
+        {"action": 3, "move": 8, "segment": 2, "parameter": 10, "step": 500, "largest_error": 0}, abs=1e-3
     )
     assert script.fit(rows, 2.0, with_torch=True)["parameter"] == pytest.approx(17, abs=1e-3)
 

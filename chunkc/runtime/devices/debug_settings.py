@@ -34,7 +34,7 @@ class DebugSettings:
         if not 0 <= self.max_delay_ms < float("inf"):
             raise ChunkcError(f"debug settings: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
 
-    def freed(self, memory: torch.Tensor) -> None:
+    def freed(self, memory: torch.Tensor | torch.UntypedStorage) -> None:
         if self.poison:
             memory.fill_(_POISON)
 

@@ -205,8 +205,8 @@ class Device(Protocol):
     def check_usable(self) -> None:
         """Raise `ChunkcError` where nothing can be launched: on a closed device or in a forked child."""
 
-    def freed(self, memory: torch.Tensor) -> None:
-        """Note that device memory (uint8) holds nothing now; debug settings fill it. Called in ``work``."""
+    def freed(self, memory: torch.Tensor | torch.UntypedStorage) -> None:
+        """Note that device memory (bytes, a storage) holds nothing now; debug settings fill it. Called in ``work``."""
 
     def synchronize(self) -> None:
         """Wait for everything launched, and raise the first exception that was not reported."""

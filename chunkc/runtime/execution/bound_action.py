@@ -265,8 +265,7 @@ def running(
             raise PlanError(f"a segment made {len(made)} values instead of {num_outputs}")
         values[first:end] = made
         if saved and env.copies is not None:
-            for index, positions in saved.items():
-                env.copies.hold(index, made, positions)
+            env.copies.hold(made, saved)
         sample()
 
     return work

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -66,28 +67,30 @@ class SavedCopies:
             self._regions[value.index] = buffer[start : start + value.nbytes]
             start += value.nbytes
 
-    def hold(self, index: int, made: Sequence[object], own: Collection[int]) -> None:
-        """Note the storages behind a value: of its segment's results ``made``, those at positions ``own``.
+    def hold(self, made: Sequence[object], saved: Mapping[int, Collection[int]]) -> None:
+        """Note the storages behind the values that a segment has made: by value, the positions among its results.
 
-        The value stays on the device where these are not what was planned: a compiler may have made it within a larger
-        buffer, or given out the same memory twice.
+        A value stays on the device where its storages are not what was planned: a compiler may have made it within a
+        larger buffer, or given out the same memory twice.
         """
-        storages, others = dict[int, torch.UntypedStorage](), set[int]()
-        for position, tensor in enumerate(made):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if position in own:
-                    storages[storage._cdata] = storage
-                else:
-                    others.add(storage._cdata)
+        storages = [value.untyped_storage() if isinstance(value, torch.Tensor) else None for value in made]
+        num_tensors = Counter(storage._cdata for storage in storages if storage is not None)
+        for index, positions in saved.items():
+            own = [storage for storage in (storages[i] for i in positions) if storage is not None]
+            num_own = Counter(storage._cdata for storage in own)
+            is_shared = any(num_tensors[identity] != num for identity, num in num_own.items())
+            self._hold(index, {storage._cdata: storage for storage in own}, is_shared=is_shared)
+
+    def _hold(self, index: int, storages: Mapping[int, torch.UntypedStorage], *, is_shared: bool) -> None:
         region, start, copies = self._regions[index], 0, list[_Copy]()
-        is_planned = sum(s.nbytes() for s in storages.values()) == len(region) and others.isdisjoint(storages)
+        is_planned = sum(s.nbytes() for s in storages.values()) == len(region) and not is_shared
         if not is_planned or not all(s.resizable() for s in storages.values()):
             self.kept.append(self._moves[index])
             return
         for identity, storage in storages.items():
             nbytes = storage.nbytes()
-            copies.append(_Copy(weakref.ref(storage), identity, nbytes, region[start : start + nbytes]))
+            part = region if nbytes == len(region) else region[start : start + nbytes]
+            copies.append(_Copy(weakref.ref(storage), identity, nbytes, part))
             start += nbytes
         self._copies[index] = copies
 
@@ -109,7 +112,7 @@ class SavedCopies:
     def _free(self, copy: _Copy) -> None:
         storage = copy.storage()
         if storage is not None and storage.nbytes():
-            self._device.freed(bytes_of(storage))
+            self._device.freed(storage)
             storage.resize_(0)
         copy.is_away, copy.returned = True, False
 
@@ -119,7 +122,7 @@ class SavedCopies:
             storage = copy.storage()
             if storage is not None and copy.is_away:
                 storage.resize_(copy.nbytes)
-                self._device.freed(bytes_of(storage))
+                self._device.freed(storage)
                 copy.is_away, copy.returned = False, True
 
     def reload(self, index: int) -> int:

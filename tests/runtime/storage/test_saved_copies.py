@@ -44,7 +44,7 @@ def test_a_value_comes_back_as_it_was(kind: str) -> None:
     tensor = TENSORS[kind]()
     wanted, nbytes = tensor.clone(), tensor.untyped_storage().nbytes()
     copies = copies_of(nbytes, emulated())
-    copies.hold(0, [None, tensor], {1})
+    copies.hold([None, tensor], {0: {1}})
     assert copies.offload(0) == nbytes
     copies.discard(0)
     assert tensor.untyped_storage().nbytes() == 0 and tensor.shape == wanted.shape
@@ -63,8 +63,8 @@ def test_a_value_comes_back_as_it_was(kind: str) -> None:
 def test_memory_that_others_see_or_of_another_size_stays() -> None:
     tensor = torch.randn(8)
     shared, larger = copies_of(32, emulated()), copies_of(16, emulated())
-    shared.hold(0, [tensor, tensor[2:]], {0})
-    larger.hold(0, [tensor[:4]], {0})
+    shared.hold([tensor, tensor[2:]], {0: {0}})
+    larger.hold([tensor[:4]], {0: {0}})
     for copies in (shared, larger):
         assert [value.index for value in copies.kept] == [0]
         assert copies.offload(0) == 0
@@ -72,9 +72,19 @@ def test_memory_that_others_see_or_of_another_size_stays() -> None:
     assert tensor.untyped_storage().nbytes() == 32
 
 
+def test_values_of_one_segment_go_apart_unless_they_share_memory() -> None:
+    """Also where one storage is seen by two tensors of one value, or by two values."""
+    moves = [MovedValue(i, nbytes, 0, 0, (0, 0)) for i, nbytes in enumerate((32, 16, 64, 64))]
+    alone, twice, common = torch.randn(8), torch.randn(4), torch.randn(16)
+    copies = SavedCopies(emulated(), torch.zeros(176, dtype=torch.uint8), moves)
+    copies.hold([twice, common, alone, twice.view(2, 2), common.t()], {0: {2}, 1: {0, 3}, 2: {1}, 3: {4}})
+    assert [value.index for value in copies.kept] == [2, 3]
+    assert [copies.offload(i) for i in range(4)] == [32, 16, 0, 0]
+
+
 def test_a_value_that_nobody_holds_is_no_work() -> None:
     copies, tensor = copies_of(32, emulated()), torch.randn(8)
-    copies.hold(0, [tensor], {0})
+    copies.hold([tensor], {0: {0}})
     assert copies.is_alive()
     del tensor
     assert not copies.is_alive() and copies.offload(0) == 0
@@ -90,10 +100,10 @@ def test_buffers_are_reused_when_their_forward_is_gone() -> None:
     assert pool.nbytes == 300 and device.num_allocations() == 1
     first, tensor = pool.begin(plan()), torch.zeros(300, dtype=torch.uint8)
     assert first is not None
-    first.hold(0, [tensor], {0})
+    first.hold([tensor], {0: {0}})
     second, other = pool.begin(plan()), torch.zeros(300, dtype=torch.uint8)
     assert second is not None and pool.nbytes == 600
-    second.hold(0, [other], {0})
+    second.hold([other], {0: {0}})
     with pytest.raises(BudgetError, match="2 forwards wait for their backward, with 600 bytes") as refused:
         pool.begin(plan())
     assert refused.value.missing_nbytes == 200 and refused.value.min_host_nbytes == 900
@@ -115,5 +125,5 @@ def test_values_that_stay_are_said_once(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(3):
         copies = pool.begin(plan())
         assert copies is not None
-        copies.hold(0, [tensor], {0})
+        copies.hold([tensor], {0: {0}})
     assert len(caplog.records) == 1 and "300 bytes more than planned" in caplog.text
