@@ -5,6 +5,9 @@ gathers the others before use; the group's gradients are reduced once all have l
 the own chunk is written back. One rank needs none of these. In a resident plan own chunks never move; groups are
 gathered when forward begins, since an update has made copies stale.
 
+A group that comes back for its gradients alone, as that of a tied embedding does when backward ends, is not gathered:
+chunks of other ranks are opened, with zeros in them, and the gradients of all their parameters land there.
+
 Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other
 ranks are opened beside it, with zeros in them. Every residency interval ends with a reduction of what has landed in it,
 so that a group may come and go within a backward, and sums stay whole.
@@ -148,12 +151,13 @@ def write_intervals(
     emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     intervals = [interval for line in lines for freed in line.frees for interval in freed]
     landed = dict(zip(intervals, landed_chunks(layout, demand, intervals), strict=True))
+    overwritten = _overwritten(layout, demand, lines) if layout.world_size > 1 else {}
     last_reduced = next((interval for interval in reversed(intervals) if interval.dirty), None)
     result = []
     for line in lines:
         for segment, fetched, freed in zip(line.segments, line.fetches, line.frees, strict=True):
             for interval in fetched:
-                _enter(emitter, demand, interval)
+                _enter(emitter, demand, interval, overwritten.get(interval, frozenset()))
             emitter.run(segment)
             for interval in freed:
                 _leave(emitter, demand, interval, landed[interval], joins=interval is last_reduced)
@@ -165,7 +169,31 @@ def _groups(layout: Layout, chunks: range) -> range:
     return range(chunks[0] // layout.world_size, chunks[-1] // layout.world_size + 1)
 
 
-def _enter(emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval) -> None:
+def _overwritten(
+    layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
+) -> dict[ResidencyInterval, frozenset[int]]:
+    """By interval, the groups of which it reads nothing, and in which the gradients of all parameters land."""
+    segments = [segment for line in lines for segment in line.segments]
+    reads = [{c // layout.world_size for c in layout.chunks_of(s.reads)} for s in segments]
+    params: dict[int, set[int]] = {}
+    for placement in layout.placements:
+        for chunk in placement.chunks:
+            params.setdefault(chunk // layout.world_size, set()).add(placement.param)
+    fetches = (fetched for line in lines for fetched in line.fetches)
+    begins = {interval: i for i, fetched in enumerate(fetches) for interval in fetched}
+    frees = (freed for line in lines for freed in line.frees)
+    found = {}
+    for i, interval in ((i, interval) for i, freed in enumerate(frees) for interval in freed if interval.dirty):
+        span = range(begins[interval], i + 1)
+        landed = {param for j in span for param in segments[j].lands}
+        groups = _groups(layout, block_chunks(layout, demand, interval.block))
+        unread = [g for g in groups if g in params and not any(g in reads[j] for j in span)]
+        found[interval] = frozenset(g for g in unread if params[g] <= landed)
+    return found
+
+
+def _enter(emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval, overwritten: frozenset[int]) -> None:
+    """Bring the chunks of an interval; of groups ``overwritten`` nothing but the own chunk."""
     layout = emitter.layout
     chunks = block_chunks(layout, demand, interval.block)
     is_grad = layout.chunks[chunks[0]].list is ChunkList.GRAD
@@ -173,11 +201,12 @@ def _enter(emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval) 
         slot = interval.slot_range * layout.world_size + position
         if layout.owner(chunk) == layout.rank:
             emitter.fetch(chunk, slot)
-        elif is_grad:
+        elif is_grad or chunk // layout.world_size in overwritten:
             emitter.open(chunk, slot)
     if layout.world_size > 1 and not is_grad:
         for group in _groups(layout, chunks):
-            emitter.gather(group)
+            if group not in overwritten:
+                emitter.gather(group)
 
 
 def _leave(

@@ -39,9 +39,10 @@ class Op(StrEnum):
 
     OPEN makes no copy. Where several ranks share groups, an opened gradient chunk begins as zeros: another rank's in
     every residency interval of its group, the own one in the first backward of a step, unless it never leaves the
-    device: then that backward stashes over it. REDUCE adds up: the owner holds the sum so far and its part of this
-    micro-batch, the others their parts; with replicas the own chunk then becomes its mean over its owners in all of
-    them. BEGIN is optional: it changes nothing that another action reads, and an update that finds nothing begun
+    device: then that backward stashes over it. A parameter chunk of another rank begins as zeros too, where gradients
+    of all its parameters land before anything reads it. REDUCE adds up: the owner holds the sum so far and its part of
+    this micro-batch, the others their parts; with replicas the own chunk then becomes its mean over its owners in all
+    of them. BEGIN is optional: it changes nothing that another action reads, and an update that finds nothing begun
     computes all by itself.
     """
 

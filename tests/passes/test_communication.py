@@ -120,6 +120,57 @@ def test_a_group_that_is_still_read_is_reduced_later(rank: int) -> None:
     assert order.index(f"run bwd.{last_read}") < order.index("reduce g0") < order.index("release g0")
 
 
+def tied(numel: int = 64) -> Schedule:
+    """A chain whose first weight makes the loss too, so that its gradient is final when nothing reads it any more."""
+    layers = chain(4, numel)
+    backward = [op([0]), *(op([i], [i]) for i in (3, 2, 1)), op([], [0])]
+    return schedule(layers.params, [op([i]) for i in (0, 1, 2, 3, 0)], backward)
+
+
+def of_first_group(plan: Plan) -> list[Op]:
+    """Exchanges of group 0 in backward, and openings."""
+    actions = plan.program("backward").actions
+    return [a.op for a in actions if a.target == "g0" or a.op is Op.OPEN]
+
+
+def test_a_group_that_comes_back_for_gradients_is_opened() -> None:
+    """Each weight spans the two chunks of a group, and there is room for one; this is rank 1."""
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=2)
+    result = planned(tied(numel=128), target(world_size=2, rank=1), options)
+    last = [text.split(" ", 1)[1].split(" after ")[0] for text in texts(result, "backward")][-8:]
+    assert last == [
+        "open c0 -> d0 @h2d",
+        "fetch c1 -> d1 @h2d",
+        "run bwd.4 @compute",
+        "stash c0 of bwd.4 @compute",
+        "stash c1 of bwd.4 @compute",
+        "reduce g0 @comm",
+        "release g0 @compute",
+        "evict c1 <- d1 @d2h",
+    ]
+    assert of_first_group(result.plan) == [Op.RELEASE, Op.OPEN, Op.REDUCE, Op.RELEASE]
+
+
+def test_a_group_of_which_a_segment_reads_is_gathered_again() -> None:
+    """Two weights in each group: the second one is read when the group comes back for both gradients."""
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=2)
+    result = planned(tied(), target(world_size=2, rank=1), options)
+    assert of_first_group(result.plan) == [Op.RELEASE, Op.GATHER, Op.REDUCE, Op.RELEASE]
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_group_with_a_parameter_that_never_lands_is_gathered_again(rank: int) -> None:
+    """Another graph over the layout trains less: zeros would be averaged with a weight of another rank."""
+    layers, where = tied(), target(world_size=2, rank=rank)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=2)
+    layout = planned(layers, where, options).plan.layout
+    backward = [op([0]), op([3], [3]), op([2], [2]), op([], [0])]
+    plan = make_plan(
+        schedule(layers.params, layers.forward.operators, backward), where, options, layout=layout, check=check
+    ).plan
+    assert of_first_group(plan) == [Op.RELEASE, Op.GATHER, Op.REDUCE, Op.RELEASE]
+
+
 def test_gradient_chunks_of_other_ranks_are_opened_and_reduced() -> None:
     """Two layers in one group, states on the host; this is rank 1. The first micro-batch opens its own chunk too."""
     options = PlanOptions(chunk_numel=64, os_home="host", max_slots=4, accumulate=2)

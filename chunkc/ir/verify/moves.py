@@ -27,12 +27,17 @@ def _fetch(machine: Machine, event: Event) -> None:
 
 
 def _open(machine: Machine, event: Event) -> None:
-    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it."""
+    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it.
+
+    A chunk of another rank may be opened for gradients alone: nothing can read it before it is gathered.
+    """
     chunk = machine.layout.chunks[event.action.index]
-    if not (machine.is_grad(chunk.index) and machine.facts.accumulates):
-        chunk = machine.chunk(event)
-    if machine.is_grad(chunk.index) and not machine.facts.owned[chunk.index]:
-        machine.truth[chunk.index] = Payload()
+    is_remote = not machine.facts.owned[chunk.index]
+    takes_gradients = machine.facts.accumulates if machine.is_grad(chunk.index) else chunk.list is ChunkList.TRAINED
+    if is_remote and not takes_gradients:
+        machine.chunk(event)
+    if is_remote:
+        machine.truth[chunk.index] = Payload() if machine.is_grad(chunk.index) else Payload(NOTHING)
     elif machine.is_grad(chunk.index):
         held = machine.truth[chunk.index]
         if held.grads:
@@ -164,10 +169,13 @@ def _reduce(machine: Machine, event: Event) -> None:
             machine.refuse(event, f"the gradients of c{chunk} are reduced twice")
         if machine.facts.accumulates and machine.is_grad(chunk):
             reduced = replace(held, summed=held.added) if machine.facts.owned[chunk] else replace(held, reduced=True)
+        elif due and held.grads != due:
+            machine.refuse(event, f"{len(due - held.grads)} of {len(due)} gradients have not landed in c{chunk}")
+        elif held.version == NOTHING and not held.grads.issuperset(machine.facts.params[chunk]):
+            lost = machine.facts.name(min(set(machine.facts.params[chunk]) - held.grads))
+            machine.refuse(event, f"c{chunk} was opened: its zeros would be averaged with {lost}, which has not landed")
         elif not due:
             continue
-        elif held.grads != due:
-            machine.refuse(event, f"{len(due - held.grads)} of {len(due)} gradients have not landed in c{chunk}")
         else:
             reduced = Payload(held.version, held.grads, reduced=True)
         machine.device[chunk] = machine.truth[chunk] = reduced

@@ -181,10 +181,9 @@ class _Walk:
             self._move(payload, TensorState.HOLD)
 
     def _on_open(self, action: Action) -> None:
-        """A gradient chunk of another rank is made of zeros."""
-        if self._layout.chunks[action.index].list is ChunkList.GRAD:
-            for payload in self._remote(action):
-                self._move(payload, TensorState.HOLD)
+        """A chunk of another rank is made of zeros, where gradients are to land."""
+        for payload in self._remote(action):
+            self._move(payload, TensorState.HOLD)
 
     def _on_release(self, action: Action) -> None:
         for payload in self._remote(action):

@@ -137,8 +137,9 @@ class Binder:
         return self._copy(self.store.payload_slot(chunk, slot), self._payload_home(chunk), Stream.H2D)
 
     def _open(self, action: Action) -> Work:
-        """Open a slot: gradients that ranks add up begin at 0."""
-        if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
+        """Open a slot: gradients that ranks add up begin at 0, and so do chunks of other ranks."""
+        layout, chunk = self.plan.layout, self._chunk(action)
+        if layout.world_size > 1 and (chunk.partner is not None or layout.owner(chunk.index) != layout.rank):
             memory = self.store.slot_bytes(self._slot(action))
             return lambda: _zero(memory)
         return _nothing

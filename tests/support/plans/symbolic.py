@@ -155,9 +155,8 @@ class Lowered:
             return [home], [here], lambda inputs: inputs
         if op is Op.OPEN:
             self.slots[action.target] = action.slot or 0
-            chunk = self.layout.chunks[action.index]
-            zeros = chunk.partner is not None and self.layout.owner(chunk.index) != self.layout.rank
-            opened = (self.model.zero,) * len(self.model.params[chunk.index]) if zeros else GARBAGE
+            zeros = self.layout.owner(action.index) != self.layout.rank
+            opened = (self.model.zero,) * len(self.model.params[action.index]) if zeros else GARBAGE
             return [], [here], lambda inputs: [opened]
         if op in (Op.EVICT, Op.STORE):
             self.slots.pop(action.target, None)
