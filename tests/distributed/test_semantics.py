@@ -111,6 +111,17 @@ def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
     assert moved[0] == 0 and min(moved[1:]) > 0
 
 
+def test_groups_that_come_back_for_gradients_alone_give_the_same_bits(two_ranks: Pool) -> None:
+    """In chunks of 64 elements a tied embedding has groups of its own; the smallest plan opens them for its gradient."""
+    recipe = replace(PLACEMENT, num_steps=3)
+    wishes = {"os_home": "host", "chunk_numel": 64}
+    works = [Work("gpt2_small", recipe, hw=hw, wishes=wishes) for hw in (ROOMY, None)]
+    found = two_ranks.run(train_all, works)
+    stays, opened = (together(list(runs)) for runs in zip(*map(runs_of, found), strict=True))
+    assert_same_bits(opened, stays)
+    assert all(rank[0].num_opened == 0 < rank[1].num_opened for rank in found)
+
+
 @pytest.mark.parametrize("hw", [ROOMY, pytest.param(None, marks=pytest.mark.slow)], ids=["roomy", "smallest"])
 def test_saved_values_that_move_give_the_same_bits(hw: str | None, two_ranks: Pool) -> None:
     """With dropout, on two ranks that share the chunks: kept, and moved, also in the least memory that works."""

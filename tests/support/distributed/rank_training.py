@@ -21,6 +21,7 @@ from training import train as run_loop
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.hardware import Hardware
+from chunkc.ir.actions import Op
 
 QUICK = replace(SEMANTICS, num_steps=5)
 GIB = 1 << 30
@@ -45,8 +46,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """What a rank trained; ``num_opened``: chunks that its backward opens."""
+
     trained: Trained
     stats: dict[str, int]
+    num_opened: int
 
 
 def machine_of(device_nbytes: int, host_nbytes: int, num_nodes: int = 1) -> Hardware:
@@ -89,7 +93,8 @@ def train(work: Work) -> Done:
     model = compiled(work, hw_of(work, batches[0]))
     optimizer = work.recipe.ours(model.parameters(), **work.options)
     trained = run_loop(model, batches, optimizer, work.recipe)
-    return Done(trained, chunkc.stats(model))
+    num_opened = sum(action.op is Op.OPEN for action in chunkc.plan_of(model).program("backward").actions)
+    return Done(trained, chunkc.stats(model), num_opened)
 
 
 def train_in_micro_batches(work: Work) -> Trained:
