@@ -112,7 +112,7 @@ def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
 
 
 def test_groups_that_come_back_for_gradients_alone_give_the_same_bits(two_ranks: Pool) -> None:
-    """In chunks of 64 elements a tied embedding has groups of its own; the smallest plan opens them for its gradient."""
+    """In chunks of 64 elements a tied embedding has groups of its own; the smallest plan opens them for gradients."""
     recipe = replace(PLACEMENT, num_steps=3)
     wishes = {"os_home": "host", "chunk_numel": 64}
     works = [Work("gpt2_small", recipe, hw=hw, wishes=wishes) for hw in (ROOMY, None)]

@@ -36,6 +36,8 @@ class DebugSettings:
 
     def freed(self, memory: torch.Tensor | torch.UntypedStorage) -> None:
         if self.poison:
+            if isinstance(memory, torch.UntypedStorage):
+                memory = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
             memory.fill_(_POISON)
 
     @classmethod
