@@ -11,6 +11,9 @@ their own. A segment's figure is measured alone, since the number of segments gr
 ``--device emulated`` measures the emulated device in the same way, with its threads for streams.
 
     OMP_WAIT_POLICY=passive python benchmarks/executor_overhead.py
+
+On a machine that others use too, measure several times, in turn with what is compared; ``--least RESULT...`` then takes
+the least time of each case from results of one commit, and fits these.
 """
 
 from __future__ import annotations
@@ -221,14 +224,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure all models, fit, and write the result."""
     args = parse(argv)
     torch.set_num_threads(1)
-    rows = [measure(case, args) for case in CASES]
-    segment = segment_us()
+    if args.least:
+        made, rows, segment = least_of(args.least)
+    else:
+        made, rows, segment = provenance.describe(), [measure(case, args) for case in CASES], segment_us()
     figures = {
         "figures_us": fit(rows, segment, with_torch=False),
         "with_torch_us": fit(rows, segment, with_torch=True),
     }
     result = {
-        **provenance.describe(),
+        **made,
         "device": args.device,
         **figures,
         "rows": [asdict(r) for r in rows],
@@ -244,8 +249,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "emulated"], default="cuda", help="cuda: over an instant double")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--least", type=Path, nargs="+", help="results of one commit, measured before")
     parser.add_argument("--out", type=Path, help="result file (default: one of this day under benchmarks/results)")
     return parser.parse_args(argv)
+
+
+def least_of(paths: Sequence[Path]) -> tuple[dict[str, Any], list[Row], float]:
+    """What the first of these results says of its making, and the least times of all."""
+    results = [json.loads(path.read_text()) for path in paths]
+    described = [(r["commit"], [[row[name] for name in ("case", "num_actions")] for row in r["rows"]]) for r in results]
+    if any(other != described[0] for other in described):
+        raise SystemExit("executor_overhead: --least takes results of one commit, with equal plans")
+    rows = []
+    for same in zip(*(r["rows"] for r in results), strict=True):
+        least = {name: min(row[name] for row in same) for name in ("step_us", "plain_us")}
+        rows.append(Row(**{**same[0], "case": Case(**same[0]["case"]), **least}))
+    made = {name: results[0][name] for name in provenance.describe()}
+    return {**made, "runs": len(results)}, rows, min(r["figures_us"]["segment"] for r in results)
 
 
 def measure(case: Case, args: argparse.Namespace) -> Row:

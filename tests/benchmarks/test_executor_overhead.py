@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,21 @@ def test_the_fit_finds_the_figures_that_made_the_times(script: ModuleType) -> No
         {"action": 3, "move": 8, "segment": 2, "parameter": 10, "step": 500, "largest_error": 0}, abs=1e-3
     )
     assert script.fit(rows, 2.0, with_torch=True)["parameter"] == pytest.approx(17, abs=1e-3)
+
+
+def test_the_least_of_several_results(script: ModuleType, tmp_path: Path) -> None:
+    made, rows = {**script.provenance.describe(), "commit": "a"}, [script.Row(script.CASES[0], 42, 0, 12, 24, 5.0, 2.0)]
+    paths = []
+    for name, step_us, segment in (("one", 4.0, 3.0), ("two", 6.0, 2.0)):
+        found = [{**asdict(row), "step_us": step_us} for row in rows]
+        paths.append(tmp_path / name)
+        paths[-1].write_text(json.dumps({**made, "rows": found, "figures_us": {"segment": segment}}))
+    described, least, segment = script.least_of(paths)
+    assert (described["commit"], described["runs"]) == ("a", 2)
+    assert (least, segment) == ([replace(rows[0], step_us=4.0)], 2.0)
+    paths[1].write_text(json.dumps({**made, "commit": "b", "rows": [], "figures_us": {"segment": 1.0}}))
+    with pytest.raises(SystemExit, match="of one commit"):
+        script.least_of(paths)
 
 
 def test_a_case_counts_what_its_plan_does(script: ModuleType) -> None:
