@@ -69,14 +69,14 @@ def on_meta(make: type[nn.Module]) -> nn.Module:
         return make().train()
 
 
-def captures(model: nn.Module, spelling: str, choose: GraphChooser | None) -> tuple[Captured, CapturedAhead | None]:
+def captures(
+    model: nn.Module, spelling: str, choose: GraphChooser | None, labels: torch.Tensor | None = None
+) -> tuple[Captured, CapturedAhead | None]:
     """Of all layers, and from few of them, with the same choice of the activation budget."""
     hw = Hardware.parse(spelling)
     dtype = compute_dtype("auto", list(unique_params(model)), hw)
-    labels = {} if isinstance(model, Deep) else {"labels": TOKENS}
-    capture = partial(
-        capture_ahead, model, dtype, {"input_ids": TOKENS, **labels}, "inductor", gpu=hw.compute_capability
-    )
+    inputs = {"input_ids": TOKENS} if labels is None else {"input_ids": TOKENS, "labels": labels}
+    capture = partial(capture_ahead, model, dtype, inputs, "inductor", gpu=hw.compute_capability)
     return capture(choose), captured_by_layers(model, capture, choose, param_infos(model, dtype), least=6)
 
 
@@ -119,7 +119,7 @@ def test_deep_models_of_transformers(family: str, recompute: bool) -> None:
         is_asked.append(True)
         return 1.0, ""
 
-    whole, found = captures(model, GPU, choose)
+    whole, found = captures(model, GPU, choose, TOKENS[:, 0] if family == "bert" else TOKENS)
     assert found is not None and found.schedule == whole.schedule
     assert bool(is_asked) is not recompute
 
