@@ -206,7 +206,10 @@ class Device(Protocol):
         """Raise `ChunkcError` where nothing can be launched: on a closed device or in a forked child."""
 
     def freed(self, memory: torch.Tensor | torch.UntypedStorage) -> None:
-        """Note that device memory (bytes, a storage) holds nothing now; debug settings fill it. Called in ``work``."""
+        """Note that device memory, bytes or a storage, holds nothing now; called in ``work``.
+
+        Debug settings fill it.
+        """
 
     def synchronize(self) -> None:
         """Wait for everything launched, and raise the first exception that was not reported."""

@@ -68,7 +68,7 @@ class SavedCopies:
             start += value.nbytes
 
     def hold(self, made: Sequence[object], saved: Mapping[int, Collection[int]]) -> None:
-        """Note the storages behind the values that a segment has made: by value, the positions among its results.
+        """Note the storages behind values that a segment has made: by value, positions among its results.
 
         A value stays on the device where its storages are not what was planned: a compiler may have made it within a
         larger buffer, or given out the same memory twice.
