@@ -172,7 +172,7 @@ def _groups(layout: Layout, chunks: range) -> range:
 def _overwritten(
     layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
 ) -> dict[ResidencyInterval, frozenset[int]]:
-    """By interval, the groups of which it reads nothing, and in which the gradients of all parameters land."""
+    """By interval, the groups of which nothing is read, and in which gradients of all parameters land."""
     segments = [segment for line in lines for segment in line.segments]
     reads = [{c // layout.world_size for c in layout.chunks_of(s.reads)} for s in segments]
     params: dict[int, set[int]] = {}
