@@ -227,19 +227,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.least:
         made, rows, segment = least_of(args.least)
     else:
-        made, rows, segment = provenance.describe(), [measure(case, args) for case in CASES], segment_us()
+        made = {**provenance.describe(), "device": args.device}
+        rows, segment = [measure(case, args) for case in CASES], segment_us()
     figures = {
         "figures_us": fit(rows, segment, with_torch=False),
         "with_torch_us": fit(rows, segment, with_torch=True),
     }
     result = {
         **made,
-        "device": args.device,
         **figures,
         "rows": [asdict(r) for r in rows],
     }
     print(json.dumps(figures, indent=2))
-    path = args.out or RESULTS / f"executor_overhead-{args.device}-{result['date'][:10]}.json"
+    path = args.out or RESULTS / f"executor_overhead-{result['device']}-{result['date'][:10]}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
@@ -257,14 +257,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def least_of(paths: Sequence[Path]) -> tuple[dict[str, Any], list[Row], float]:
     """What the first of these results says of its making, and the least times of all."""
     results = [json.loads(path.read_text()) for path in paths]
-    described = [(r["commit"], [[row[name] for name in ("case", "num_actions")] for row in r["rows"]]) for r in results]
+    plans = [[[row[name] for name in ("case", "num_actions")] for row in r["rows"]] for r in results]
+    described = [(r["commit"], r["device"], plan) for r, plan in zip(results, plans, strict=True)]
     if any(other != described[0] for other in described):
-        raise SystemExit("executor_overhead: --least takes results of one commit, with equal plans")
+        raise SystemExit("executor_overhead: --least takes results of one commit and device, with equal plans")
     rows = []
     for same in zip(*(r["rows"] for r in results), strict=True):
         least = {name: min(row[name] for row in same) for name in ("step_us", "plain_us")}
         rows.append(Row(**{**same[0], "case": Case(**same[0]["case"]), **least}))
-    made = {name: results[0][name] for name in provenance.describe()}
+    made = {name: results[0][name] for name in (*provenance.describe(), "device")}
     return {**made, "runs": len(results)}, rows, min(r["figures_us"]["segment"] for r in results)
 
 

@@ -28,8 +28,9 @@ from typing import Any
 
 from chunkc._torch_compat.fake_job import fake_job
 from chunkc.cost.pipeline import StageTimes, pipeline_order, simulate_pipeline
-from chunkc.cost.rates import CostRates, cost_rates
+from chunkc.cost.rates import CostRates, Links, cost_rates
 from chunkc.cost.simulate import simulate_with
+from chunkc.cost.spread import all_reduce_ms, spread_of
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
 from chunkc.scenarios.models.transformer import Head, Transformer
@@ -38,6 +39,7 @@ from chunkc.scenarios.scenario import Recompute, Scenario, Scenarios
 DATA = Path(__file__).with_suffix(".toml")
 PAGE = Path(__file__).parents[1] / "docs" / "megatron.md"
 SHALLOW, DEEPER = 2, 4
+GPUS_PER_NODE = 8
 GRADIENT_NBYTES = 2
 EFFICIENCIES = tuple(round(0.3 + 0.01 * i, 2) for i in range(61))
 HEADER = (
@@ -123,7 +125,7 @@ def stage_plan(row: Row, num_layers: int, micro_batch: int, vocabulary: int, seq
 
 def machine_of(row: Row) -> Hardware:
     """As many GPUs of a node as a line along ``tp`` has."""
-    whole = Hardware.parse("8xa100-80g-1024g")
+    whole = Hardware.parse(f"{GPUS_PER_NODE}xa100-80g-1024g")
     return replace(whole, gpus_per_node=row.num_tensor, name=f"{row.num_tensor} of {whole}")
 
 
@@ -151,21 +153,25 @@ def stages_of(row: Row, num_stages: int, shallow: StageTimes, deeper: StageTimes
     ]
 
 
-def exchange_ms(row: Row, rates: CostRates) -> float:
-    """Milliseconds in which replicas add up the gradients of a stage, each rank in a ring of its own over nodes."""
-    if row.num_replicas == 1 or rates.links is None:
-        return 0.0
-    num_params = 12 * row.width**2 * row.num_layers / row.num_stages / row.num_tensor
-    share = 2 * (row.num_replicas - 1) / row.num_replicas
-    return share * num_params * GRADIENT_NBYTES / (network_gb_per_s() * 1e6)
+def exchange_ms(row: Row, vocabulary: int) -> float:
+    """Milliseconds in which replicas add up the gradients of the largest stage, which has an embedding."""
+    dims = (("dp_replicate", row.num_replicas), ("tp", row.num_tensor))
+    layers = 12 * row.width**2 * row.num_layers / row.num_stages
+    num_params = (layers + vocabulary * row.width) / row.num_tensor
+    return all_reduce_ms(num_params * GRADIENT_NBYTES, spread_of(dims, "dp_replicate", GPUS_PER_NODE), links())
+
+
+def links() -> Links:
+    """Links of nodes of eight A100."""
+    found = cost_rates(Hardware.parse(f"2x{GPUS_PER_NODE}xa100-80g-1024g")).links
+    if found is None or found.node_gb_per_s is None:
+        raise ValueError("the catalogue has no links of an A100's node")
+    return found
 
 
 def network_gb_per_s() -> float:
     """One GPU's share of what a node receives from others."""
-    links = cost_rates(Hardware.parse("2x8xa100-80g-1024g")).links
-    if links is None or links.node_gb_per_s is None:
-        raise ValueError("the catalogue has no network of an A100's node")
-    return links.node_gb_per_s / links.gpus_per_node
+    return (links().node_gb_per_s or math.nan) / GPUS_PER_NODE
 
 
 def predict(data: Mapping[str, Any], row: Row, efficiency: float | None = None) -> Predicted:
@@ -186,7 +192,7 @@ def _predictions(data: Mapping[str, Any], row: Row, rates: CostRates) -> Iterato
             schedule = "1f1b" if num_chunks == 1 else "interleaved"
             order = pipeline_order(schedule, row.num_stages, num_micro_batches, num_stages)
             found = simulate_pipeline(stages_of(row, num_stages, shallow, deeper), order, sent_ms)
-            step_s = (found.step_ms + exchange_ms(row, rates)) / 1e3
+            step_s = (found.step_ms + exchange_ms(row, vocabulary)) / 1e3
             tflops = row.flops(vocabulary, sequence) / step_s / row.num_gpus / 1e12
             yield Predicted(row, tflops, micro_batch, num_chunks, found.bubble_share)
 

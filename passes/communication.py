@@ -172,7 +172,10 @@ def _groups(layout: Layout, chunks: range) -> range:
 def _overwritten(
     layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
 ) -> dict[ResidencyInterval, frozenset[int]]:
-    """By interval, the groups of which nothing is read, and in which gradients of all parameters land."""
+    """By interval, the groups of which nothing is read, and in which gradients of all parameters land.
+
+    An interval that begins in forward has none: some group of its block is read there, and all of them come together.
+    """
     segments = [segment for line in lines for segment in line.segments]
     reads = [{c // layout.world_size for c in layout.chunks_of(s.reads)} for s in segments]
     params: dict[int, set[int]] = {}
@@ -182,9 +185,10 @@ def _overwritten(
     fetches = (fetched for line in lines for fetched in line.fetches)
     begins = {interval: i for i, fetched in enumerate(fetches) for interval in fetched}
     frees = (freed for line in lines for freed in line.frees)
-    found = {}
-    for i, interval in ((i, interval) for i, freed in enumerate(frees) for interval in freed if interval.dirty):
-        span = range(begins[interval], i + 1)
+    ends = {interval: i for i, freed in enumerate(frees) for interval in freed if interval.dirty}
+    num_forward, found = len(lines[0].segments), {}
+    for interval in (interval for interval in ends if begins[interval] >= num_forward):
+        span = range(begins[interval], ends[interval] + 1)
         landed = {param for j in span for param in segments[j].lands}
         groups = _groups(layout, block_chunks(layout, demand, interval.block))
         unread = [g for g in groups if g in params and not any(g in reads[j] for j in span)]

@@ -15,11 +15,15 @@ from chunkc.ir.plan import Plan, Program
 
 @dataclass(slots=True)
 class Occupancy:
-    """The targets in the arena (``c3``, ``os3``) with their slots at one moment, and their bytes."""
+    """The targets in the arena (``c3``, ``os3``) with their slots at one moment, and their bytes.
+
+    ``opened``: those that came without a copy.
+    """
 
     layout: Layout
     slot_of: dict[str, int] = field(default_factory=dict)
     used_nbytes: int = 0
+    opened: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, layout: Layout, residents: Iterable[tuple[str, int]]) -> Occupancy:
@@ -33,6 +37,8 @@ class Occupancy:
         match action.op:
             case op if op in TO_SLOT and action.slot is not None:
                 self._enter(action.target, action.slot)
+                if op is Op.OPEN:
+                    self.opened.add(action.target)
                 return (action.target,)
             case op if op in FROM_SLOT:
                 self._leave(action.target)
@@ -62,9 +68,9 @@ class Occupancy:
         return tuple(sorted(self.slot_of.items(), key=lambda pair: (pair[1], pair[0])))
 
     def gathered(self) -> tuple[int, ...]:
-        """Groups of which chunks of other ranks stand here, gradient chunks apart, ascending."""
+        """Groups of which chunks of other ranks have come here, gradient chunks apart, ascending."""
         layout = self.layout
-        remote = [c for c in self.chunk_slots() if layout.owner(c) != layout.rank]
+        remote = [c for c in self.chunk_slots() if layout.owner(c) != layout.rank and f"c{c}" not in self.opened]
         params = {layout.group_of(c).index for c in remote if layout.chunks[c].list is not ChunkList.GRAD}
         return tuple(sorted(params))
 
@@ -74,6 +80,7 @@ class Occupancy:
 
     def _leave(self, target: str) -> None:
         self.used_nbytes -= self.layout.slots[self.slot_of.pop(target)].nbytes
+        self.opened.discard(target)
 
 
 def occupancy_before(plan: Plan, program: Program, position: int) -> Occupancy:

@@ -131,6 +131,8 @@ class _Replay:
             elif action.op is Op.GATHER:
                 chunk = self.plan.layout.chunks[int(target[1:])]
                 self.standing[target] = (Kind.GROUPS, chunk.nbytes, start)
+            elif action.op is Op.OPEN and self.plan.layout.owner(action.index) != self.plan.layout.rank:
+                self.standing[target] = (Kind.GRADIENTS, self._facts(target)[1], start)
             else:
                 self.standing[target] = (*self._facts(target), start)
         if action.op is Op.STASH and action.index not in self.graded:

@@ -36,7 +36,10 @@ def test_the_fit_finds_the_figures_that_made_the_times(script: ModuleType) -> No
 
 
 def test_the_least_of_several_results(script: ModuleType, tmp_path: Path) -> None:
-    made, rows = {**script.provenance.describe(), "commit": "a"}, [script.Row(script.CASES[0], 42, 0, 12, 24, 5.0, 2.0)]
+    made, rows = (
+        {**script.provenance.describe(), "commit": "a", "device": "cuda"},
+        [script.Row(script.CASES[0], 42, 0, 12, 24, 5.0, 2.0)],
+    )
     paths = []
     for name, step_us, segment in (("one", 4.0, 3.0), ("two", 6.0, 2.0)):
         found = [{**asdict(row), "step_us": step_us} for row in rows]

@@ -62,6 +62,18 @@ def test_the_last_stage_has_what_is_no_layer() -> None:
     assert stages == [StageTimes(24, 48, 0)] * 3 + [StageTimes(25, 50, 1)]
 
 
+def test_all_replicas_exchange_gradients() -> None:
+    """By a ring over nodes for each GPU of a node where ``tp`` fills it; less where replicas share a node."""
+    vocabulary = megatron.load()["vocabulary"]
+    rows = megatron.rows_of(megatron.load())
+    assert all(row.num_replicas > 1 and megatron.exchange_ms(row, vocabulary) > 0 for row in rows)
+    row = row_of("18.4B")
+    nbytes = 2 * (12 * row.width**2 * row.num_layers + vocabulary * row.width) / 8
+    wire_ms = 2 * (row.num_replicas - 1) / row.num_replicas * nbytes / (megatron.network_gb_per_s() * 1e6)
+    assert megatron.exchange_ms(row, vocabulary) == pytest.approx(wire_ms, rel=0.02)
+    assert megatron.exchange_ms(row_of("1.7B"), vocabulary) < wire_ms / 10
+
+
 def test_stages_on_a_rank() -> None:
     data = megatron.load()
     assert megatron.chunks_of(data, row_of("18.4B"), 32) == [1], "no pipeline"

@@ -120,6 +120,15 @@ def test_groups_count_as_gathered_until_their_remote_chunks_leave() -> None:
     assert found == [((1,), 768), ((0, 1), 1024), ((0, 1), 1024), ((0,), 768), ((), 512)]
 
 
+def test_a_group_that_is_opened_does_not_count_as_gathered() -> None:
+    occupancy = Occupancy.of(SHARED["two ranks"].layout, [("c1", 1), ("c3", 3)])
+    found = []
+    for text in ("open c0 -> d0 @h2d", "release g0 @comm", "gather g0 @comm"):
+        occupancy.apply(parse(text))
+        found.append((occupancy.gathered(), occupancy.used_nbytes))
+    assert found == [((), 768), ((), 512), ((0,), 768)]
+
+
 def test_the_text_names_the_chunks_of_other_ranks() -> None:
     lines = [line for line in full_text(SHARED["two ranks"]).splitlines() if line.startswith("  # moment fwd.")]
     assert lines[0].endswith("resident c0-3 in d0-3; gathered g0 g1")

@@ -6,6 +6,7 @@ from itertools import groupby, pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from interleave import find_wrong
 from schedules import chain, check, op, planned, planned_somewhere, requests, schedule, target, texts
 
 from chunkc.errors import PlanError
@@ -156,6 +157,30 @@ def test_a_group_of_which_a_segment_reads_is_gathered_again() -> None:
     options = PlanOptions(chunk_numel=64, os_home="host", max_slots=2)
     result = planned(tied(), target(world_size=2, rank=1), options)
     assert of_first_group(result.plan) == [Op.RELEASE, Op.GATHER, Op.REDUCE, Op.RELEASE]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_opened_padding_holds_what_it_should_in_every_interleaving(rank: int) -> None:
+    """Three ranks and room for a group: the weight that comes back is used last in forward, with padding behind it."""
+    params = [replace(info, shape=(128 if i == 0 else 192,)) for i, info in enumerate(tied().params)]
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=3)
+    found = schedule(params, [op([i]) for i in (1, 2, 3, 0)], tied().backward.operators)
+    plan = planned(found, target(world_size=3, rank=rank), options).plan
+    opened = {a.index for a in plan.program("backward").actions if a.op is Op.OPEN}
+    assert opened == {9, 10, 11} - {9 + rank} and not any(11 in p.chunks for p in plan.layout.placements)
+    assert find_wrong(plan, range(40)) == []
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_groups_that_come_in_forward_are_gathered(rank: int) -> None:
+    """One tensor in two groups, with another weight behind it, which alone is read while both stand there."""
+    params = [replace(chain(1, numel).params[0], name=name) for name, numel in (("a", 192), ("b", 64), ("e", 192))]
+    found = schedule(params, [op([0, 1]), op([2]), op([1])], [op([1]), op([], [0, 1]), op([2], [2])])
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=4)
+    plan = planned(found, target(world_size=2, rank=rank), options).plan
+    assert not any(a.op is Op.OPEN for p in plan.programs for a in p.actions)
+    forward = [a.target for a in plan.program("forward").actions if a.op is Op.GATHER]
+    assert forward.count("g0") == 2, "it comes a second time in forward, and stays until its gradients land"
 
 
 @pytest.mark.parametrize("rank", range(2))
