@@ -1,4 +1,8 @@
-"""SharedRunners are shared by all acceptance tests: capturing a model is what takes time."""
+"""What acceptance tests share: runners in a file, since captures take time, and reference runs in all files.
+
+A runner does not outlive its file: a model that Dynamo captures anew, because something else in the process has changed,
+would be planned by another graph than the one for which its least budget was found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from shared_runs import Runs, SharedRunners
 from training import GetPlain, train_plain, train_plain_16
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def runner_of() -> Iterator[GetRunner]:
     """``runner_of(name, dtype, backend)``: the runner of a model, captured at its first use."""
     runners = SharedRunners(EMULATED)

@@ -34,7 +34,7 @@ class Headed(nn.Module):
 @pytest.fixture(autouse=True)
 def without_other_graphs() -> None:
     """Dynamo compiles one code only a few times."""
-    torch.compiler.reset()
+    torch._dynamo.reset_code(Headed.forward.__code__)
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
