@@ -38,7 +38,7 @@ def plain_16_of() -> GetPlain:
     return Runs(train_plain_16, EMULATED)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def identities() -> Identities:
-    """Identity runs, each made once."""
+    """Identity runs of a file's runners, each made once."""
     return Identities()
