@@ -1,7 +1,7 @@
 """What acceptance tests share: runners in a file, since captures take time, and reference runs in all files.
 
-A runner does not outlive its file: a model that Dynamo captures anew, because something else in the process has changed,
-would be planned by another graph than the one for which its least budget was found.
+A runner does not outlive its file: a model that Dynamo captures anew, because something else in the process has
+changed, would be planned by another graph than the one for which its least budget was found.
 """
 
 from __future__ import annotations
