@@ -187,7 +187,7 @@ def unequal_alike(architecture: Architecture, choice: Choice, run: Trained, back
 
 
 def train_in_least(architecture: Architecture, choice: Choice, backend: str) -> Trained:
-    """Train in the least memory that the estimate names, or, where compiled segments take more, in what they need."""
+    """Train in the least memory by the estimate, or in what compiled segments need where that is more."""
     try:
         return train(architecture, choice, least_nbytes(architecture, choice, backend), backend)
     except chunkc.BudgetError as error:

@@ -1,4 +1,4 @@
-"""Simulated beside published throughput of Megatron-LM: tensor and pipeline parallelism, 1.7B to 1,008B parameters.
+"""Simulated throughput of tensor and pipeline parallelism beside Megatron-LM's, 1.7B to 1,008B.
 
 A stage is planned without data parallelism, over ``tp`` ranks of one node, with two layers and with four: what two
 layers add gives the time of one, what is left that of embedding, head and loss, which the last stage has here. The
@@ -198,7 +198,7 @@ def _predictions(data: Mapping[str, Any], row: Row, rates: CostRates) -> Iterato
 
 
 def chunks_of(data: Mapping[str, Any], row: Row, num_micro_batches: int) -> list[int]:
-    """Numbers of stages on a rank that the row can have: several need a pipeline, and rounds of micro-batches."""
+    """Numbers of stages on a rank: several need a pipeline, and whole rounds of micro-batches."""
     interleaves = row.num_stages > 1 and num_micro_batches % row.num_stages == 0
     num_layers = row.num_layers // row.num_stages
     return [n for n in data["chunks"] if n == 1 or (interleaves and num_layers % n == 0)]

@@ -33,7 +33,8 @@ def _open(machine: Machine, event: Event) -> None:
     """
     chunk = machine.layout.chunks[event.action.index]
     is_remote = not machine.facts.owned[chunk.index]
-    takes_gradients = machine.facts.accumulates if machine.is_grad(chunk.index) else chunk.list is ChunkList.TRAINED
+    overlays = chunk.list is ChunkList.TRAINED and chunk.index not in machine.facts.grad_chunk
+    takes_gradients = machine.facts.accumulates if machine.is_grad(chunk.index) else overlays
     if is_remote and not takes_gradients:
         machine.chunk(event)
     if is_remote:

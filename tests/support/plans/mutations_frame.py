@@ -39,6 +39,9 @@ BUDGETS: list[Mutation] = [
 COLLECTIVES: list[Mutation] = [
     ("gather missing", lambda: distributed().delete("forward", 1),
      (r"forward f1 `run fwd\.0", "c0 is read but its group g0 is not gathered")),
+    ("remote chunk opened where it is read",
+     lambda: distributed().set("backward", 7, "open c1 -> d1 @h2d after b6"),
+     (r"backward b8 `run bwd\.1", "c0 is read but its group g0 is not gathered")),
     ("replicas of a single rank",
      lambda: evicting().but(changes={"layout": replace(evicting().layout(), num_replicas=2)}),
      ("2 replicas of 1 ranks", "one rank alone")),
