@@ -99,6 +99,11 @@ class BudgetError(ChunkcError):
         self.min_device_nbytes = min_device_nbytes
         self.min_host_nbytes = min_host_nbytes
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Copy and pickle with the numbers, which `BaseException` would leave out of the call."""
+        names = ("moment", "tensors", "missing_nbytes", "min_device_nbytes", "min_host_nbytes")
+        return partial(type(self), str(self), **{name: getattr(self, name) for name in names}), ()
+
 
 def first_names(names: Sequence[str]) -> str:
     """The first names for a message, and how many more there are; ``none`` without any."""

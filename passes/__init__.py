@@ -15,7 +15,7 @@ from chunkc.passes.pipeline import (
     measuring_plan,
 )
 from chunkc.passes.support.choices import ChoiceStore
-from chunkc.passes.support.draft import ACTIVATIONS, Activations, Draft, PlanOptions, Target, budgets_of
+from chunkc.passes.support.draft import ACTIVATIONS, Activations, Draft, Packings, PlanOptions, Target, budgets_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -23,6 +23,7 @@ __all__ = [
     "Activations",
     "ChoiceStore",
     "Draft",
+    "Packings",
     "Pass",
     "PassOrderError",
     "PlanOptions",

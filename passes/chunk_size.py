@@ -18,7 +18,7 @@ from chunkc.ir.layout import ALIGNMENT_NBYTES, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.tiers import SLOWER_TIERS, Tier
-from chunkc.passes.chunk_mapping import aligned_chunk_numel, pack
+from chunkc.passes.chunk_mapping import aligned_chunk_numel, blocks_of, pack
 from chunkc.passes.residency import moved_nbytes, plan_intervals, used_ranges
 from chunkc.passes.support.arena import buffers_of, lay_out
 from chunkc.passes.support.budget import (
@@ -29,13 +29,13 @@ from chunkc.passes.support.budget import (
     demand_of,
     least_budgets,
     most_ranges,
-    packing_of,
+    needs_of,
     refuse,
     resident_states,
     sizes_of,
     with_residents,
 )
-from chunkc.passes.support.draft import Demand, Draft, Liveness, Packing, decided
+from chunkc.passes.support.draft import BlockNeeds, Demand, Draft, Liveness, PackedLayout, Packing, decided
 from chunkc.passes.support.resident_states import streamed_chunks
 from chunkc.passes.support.updates import step_nbytes
 
@@ -125,14 +125,21 @@ def _packings(draft: Draft, numel: int) -> tuple[Packing, ...]:
     """Packings of ``numel`` elements; they depend on neither budgets nor activations."""
     schedule, liveness = draft.schedule, decided(draft.liveness, "liveness")
     target, spec = draft.target, draft.options.state_spec
+    key = (numel, target.world_size, target.rank, spec)
 
-    def packed() -> tuple[Packing, ...]:
+    def packed() -> tuple[PackedLayout, ...]:
         layouts = packings(schedule, liveness, numel, target.world_size, target.rank, spec)
-        return tuple(packing_of(layout, liveness, lookback) for lookback, layout in layouts)
+        return tuple(PackedLayout(lookback, layout, blocks_of(layout)) for lookback, layout in layouts)
 
-    uses = (liveness.use_order, liveness.trained, liveness.landing_op, liveness.needs, liveness.has_grad_chunks)
+    uses = (liveness.use_order, liveness.trained, liveness.has_grad_chunks)
     facts = (schedule.params, schedule.also_trained, *uses)
-    return draft.packings.of((numel, target.world_size, target.rank, spec), facts, packed)
+    layouts = draft.packings.layouts.of(key, facts, packed)
+
+    def needed() -> tuple[BlockNeeds, ...]:
+        return tuple(needs_of(found.layout, liveness, found.blocks) for found in layouts)
+
+    needs = draft.packings.needs.of(key, (*facts, liveness.landing_op, liveness.needs), needed)
+    return tuple(map(Packing, layouts, needs))
 
 
 def packings(
@@ -153,12 +160,12 @@ def packings(
 
 
 def _priced(packing: Packing, draft: Draft, numel: int) -> Candidate:
-    layout, liveness = packing.layout, decided(draft.liveness, "liveness")
+    layout, liveness = packing.packed.layout, decided(draft.liveness, "liveness")
     target, options = draft.target, draft.options
     demand = demand_of(layout, liveness, options.cuts, packing)
     sizes = sizes_of(layout, demand, liveness, options.cuts)
     home = choose_home(sizes, target, options)
-    candidate = Candidate(numel, layout, demand, sizes, None, packing.lookback)
+    candidate = Candidate(numel, layout, demand, sizes, None, packing.packed.lookback)
     if home is None or home.is_fastest:
         return candidate if home is None else replace(candidate, moved_nbytes=0)
     num_states, share = resident_states(sizes, target, options), options.streamed_share

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.cost.rates import CostRates
+from chunkc.cost.simulate import Price
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Memory, Plan, StageRecord
@@ -26,7 +27,7 @@ from chunkc.passes.search import MAX_ACTIONS, Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 from chunkc.passes.support.choices import Choice, ChoiceStore, find_choice, keep_choice, key_of
-from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
+from chunkc.passes.support.draft import Draft, Packings, PlanOptions, Target, decided
 from chunkc.progress import stage
 
 MOVED_SHARES = (1.0, 0.5, 0.25)
@@ -50,11 +51,13 @@ class Planned:
     """A plan with the drafts and the candidates that led to it.
 
     ``drafts``: the draft after each pass as ``(pass name, draft)``. ``candidates``: those that were simulated, if any.
+    ``price``: of the plan, where a search has simulated it.
     """
 
     plan: Plan
     drafts: tuple[tuple[str, Draft], ...]
     candidates: tuple[Candidate, ...] = ()
+    price: Price | None = None
 
     @property
     def moved_share(self) -> float:
@@ -70,6 +73,7 @@ def make_plan(
     layout: Layout | None = None,
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
+    packings: Packings | None = None,
 ) -> Planned:
     """Plan one training iteration.
 
@@ -80,6 +84,7 @@ def make_plan(
         layout: mapping, homes and arena of an earlier shape of the same model; kept as they are.
         passes: the pipeline; default ``PIPELINE``.
         check: called with ``(pass name, draft)`` before the first pass and after each.
+        packings: those found before, for this model on as many ranks; more are added.
 
     Raises:
         BudgetError: when the budgets do not suffice; the ones that it names do.
@@ -89,7 +94,7 @@ def make_plan(
     """
     _check_request(schedule, target, options, layout)
     stage("planning")
-    start = Draft(schedule, target, options, fixed_layout=layout)
+    start = Draft(schedule, target, options, layout, Packings() if packings is None else packings)
     draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
     return Planned(assemble(draft), drafts)
 
@@ -102,23 +107,28 @@ def make_fitting_plan(
     layout: Layout | None = None,
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
+    packings: Packings | None = None,
 ) -> Planned:
     """As `make_plan`; where that does not fit, some layers move what they save to the host.
 
     They do where the options leave it open, and `BudgetError` names the device memory that is enough then. Where the
     options say otherwise, the error says whether moving would do.
     """
+    packings = Packings() if packings is None else packings
+
+    def plan_with(options: PlanOptions) -> Planned:
+        return make_plan(schedule, target, options, layout=layout, passes=passes, check=check, packings=packings)
+
     try:
-        return make_plan(schedule, target, options, layout=layout, passes=passes, check=check)
+        return plan_with(options)
     except BudgetError as error:
         is_open, is_asked = options.activations == "auto", options.activations in ("keep", "recompute")
         if options.moved_share or options.fixed_moves or not (is_open or is_asked):
             raise
         fitting, refusal = None, error
         for share in MOVED_SHARES:
-            moving = replace(options, moved_share=share)
             try:
-                fitting = make_plan(schedule, target, moving, layout=layout, passes=passes, check=check)
+                fitting = plan_with(replace(options, moved_share=share))
             except BudgetError as still:
                 refusal = _lesser(error, still, target.budget_nbytes(Tier.HOST))
                 break
@@ -160,6 +170,7 @@ def make_fastest_plan(
     check: Check | None = None,
     max_actions: int = MAX_ACTIONS,
     choices: ChoiceStore | None = None,
+    packings: Packings | None = None,
 ) -> Planned:
     """Plan one training iteration with those options that simulate fastest on ``target.rates``.
 
@@ -168,25 +179,26 @@ def make_fastest_plan(
     ranks must choose alike, so candidates are planned for rank 0. Where ``choices`` keeps what was chosen for the same
     request, nothing is searched, and there are no candidates.
     """
-    planned = make_fitting_plan(schedule, target, options, passes=passes, check=check)
+    packings = Packings() if packings is None else packings
+    planned = make_fitting_plan(schedule, target, options, passes=passes, check=check, packings=packings)
     options = replace(options, moved_share=planned.moved_share)
     moves = planned.plan.moved_nbytes(*COPIED_TIERS)
     if target.rates is None or (not moves and target.world_size == 1):
         return planned
-    started, tried = time.perf_counter(), list[Candidate]()
+    started, tried, cost = time.perf_counter(), list[Candidate](), None
     store = choices if passes is None else None
     key = "" if store is None else key_of(planned.plan.schedule_digest, target, options, max_actions)
     choice = None if store is None else find_choice(store, key)
     if choice is None:
-        choice, tried = _searched(planned, schedule, target, options, target.rates, passes, max_actions)
+        choice, cost, tried = _searched(planned, schedule, target, options, target.rates, passes, max_actions)
         if store is not None:
             keep_choice(store, key, choice)
     stage_record = StageRecord("search", (time.perf_counter() - started) * 1e3, choice.note)
     best = choice.applied_to(options)
     if best != options:
-        planned = make_plan(schedule, target, best, passes=passes, check=check)
+        planned = make_plan(schedule, target, best, passes=passes, check=check, packings=packings)
     plan = replace(planned.plan, stages=(*planned.plan.stages, stage_record))
-    return replace(planned, plan=plan, candidates=tuple(tried))
+    return replace(planned, plan=plan, candidates=tuple(tried), price=cost if target.rank == 0 else None)
 
 
 def _searched(
@@ -197,8 +209,11 @@ def _searched(
     rates: CostRates,
     passes: Sequence[Pass] | None,
     max_actions: int,
-) -> tuple[Choice, list[Candidate]]:
-    """The fastest options, and all candidates; ``planned`` is the passes' own plan."""
+) -> tuple[Choice, Price, list[Candidate]]:
+    """The fastest options, their price on the first rank, and all candidates.
+
+    ``planned`` is the passes' own plan.
+    """
     first_rank, packings = replace(target, rank=0), planned.drafts[-1][1].packings
 
     def draft_with(varied: PlanOptions) -> Draft:
@@ -211,7 +226,7 @@ def _searched(
     search = Search(draft_with, plan_of, rates, options, max_actions)
     best = search.run(planned.drafts[-1][1] if target.rank == 0 else draft_with(options))
     note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
-    return Choice.of(best.options, note), search.tried
+    return Choice.of(best.options, note), search.price_of(best), search.tried
 
 
 def make_evaluation_plan(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,9 +24,9 @@ from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.files import Decoder, FormatError
-from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
+from chunkc.passes.pipeline import Planned
 from chunkc.passes.search import MIN_GAIN
 from chunkc.passes.support.choices import ChoiceStore, key_of
 from chunkc.passes.support.draft import PlanOptions, Target
@@ -62,7 +62,8 @@ class BudgetCandidate:
     ``compute_ms``: the computation in the step. ``outcome``: what bounds the step, or what is missing.
     ``least_nbytes``: device memory with which the iteration would be planned, where that is what is missing;
     ``least_host_nbytes``: host memory, where that alone is.
-    ``moved_nbytes``: of saved values that go to the host.
+    ``moved_nbytes``: of saved values that go to the host. ``bound``: the stream that bounds a simulated step.
+    ``device_nbytes``, ``host_nbytes``: of one rank, without what is reserved; zero where the plan does not fit.
     """
 
     budget: float
@@ -72,10 +73,17 @@ class BudgetCandidate:
     least_nbytes: int = 0
     least_host_nbytes: int = 0
     moved_nbytes: int = 0
+    bound: str = ""
+    device_nbytes: int = 0
+    host_nbytes: int = 0
 
     @property
     def fits(self) -> bool:
         return not math.isinf(self.step_ms)
+
+
+Priced = dict[str, BudgetCandidate]
+"""Candidates by digests of their schedules, since budgets that are close may give one schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,11 @@ class BudgetChoice:
 
     budget: float
     candidates: tuple[BudgetCandidate, ...]
+
+    @property
+    def best(self) -> BudgetCandidate:
+        """The candidate of the budget that is taken."""
+        return next(c for c in self.candidates if c.budget == self.budget)
 
     @property
     def note(self) -> str:
@@ -129,12 +142,13 @@ class KeptFirst:
 
 def choose_budget(
     schedule_with: Callable[[float], Schedule],
-    plan_with: Callable[[Schedule], Plan],
+    plan_with: Callable[[Schedule], Planned],
     rates: CostRates | None,
     *,
     is_cheap: bool = False,
     forget: Callable[[float], None] = lambda _: None,
     kept: KeptFirst | None = None,
+    priced: Priced | None = None,
 ) -> BudgetChoice:
     """Choose the activation budget of one iteration.
 
@@ -145,21 +159,25 @@ def choose_budget(
         is_cheap: whether a schedule of a large graph takes no time to make.
         forget: is told of budgets that will not be chosen, all but the best so far.
         kept: what settled the choice in earlier runs for the same request; it spares the first plan.
+        priced: candidates of the same request that were priced before; more are added.
 
     Returns:
         The budget whose plan simulates fastest, or, without rates, the largest that fits. Only ``KEEP_ALL`` is tried
         where it fits and the step is computation alone, of which recomputing makes more. Where nothing fits, the choice
         needs least device memory, or, where only the host is too small, least host memory.
     """
+    trial = _Trial(schedule_with, plan_with, rates, forget, {} if priced is None else priced)
     with _counted(1):
         first_schedule = schedule_with(KEEP_ALL)
         known = None if kept is None else kept.find(first_schedule)
-        first = known or _price(KEEP_ALL, first_schedule, plan_with, rates)
+        if known is not None:
+            trial.priced[first_schedule.digest()] = known
+        first = trial.priced_of(KEEP_ALL, first_schedule)
     if first.fits and first.compute_ms >= first.step_ms * (1 - WORTH_TRYING):
         if kept is not None and known is None:
             kept.keep(first_schedule, first)
         return BudgetChoice(KEEP_ALL, (first,))
-    trial = _Trial(schedule_with, plan_with, rates, forget, [first], {first_schedule.digest(): first})
+    trial.candidates.append(first)
     is_large = sum(len(g.operators) for g in first_schedule.graphs) > MANY_OPERATORS
     if is_large and not is_cheap:
         trial.try_ends()
@@ -170,23 +188,40 @@ def choose_budget(
     return BudgetChoice(trial.best().budget, tuple(trial.candidates))
 
 
+def choose_among(
+    budgets: Sequence[float],
+    schedule_with: Callable[[float], Schedule],
+    plan_with: Callable[[Schedule], Planned],
+    rates: CostRates | None,
+    priced: Priced,
+) -> BudgetChoice:
+    """The best of ``budgets``, of which the first keeps least; other arguments as of `choose_budget`.
+
+    Where the first does not fit, no other is tried.
+    """
+    trial = _Trial(schedule_with, plan_with, rates, lambda _: None, priced)
+    for budget in budgets:
+        with _counted(len(trial.candidates) + 1):
+            trial.candidates.append(trial.priced_of(budget, schedule_with(budget)))
+        if not trial.candidates[0].fits:
+            break
+    return BudgetChoice(trial.best().budget, tuple(trial.candidates))
+
+
 @dataclass(slots=True)
 class _Trial:
-    """Candidates as they are tried, ``KEEP_ALL`` the first; arguments as of `choose_budget`.
-
-    ``priced``: by digests of their schedules, since budgets that are close may give one schedule.
-    """
+    """Candidates as they are tried, ``KEEP_ALL`` the first; arguments as of `choose_budget`."""
 
     schedule_with: Callable[[float], Schedule]
-    plan_with: Callable[[Schedule], Plan]
+    plan_with: Callable[[Schedule], Planned]
     rates: CostRates | None
     forget: Callable[[float], None]
+    priced: Priced
     candidates: list[BudgetCandidate] = field(default_factory=list)
-    priced: dict[str, BudgetCandidate] = field(default_factory=dict)
 
     def price(self, budget: float) -> BudgetCandidate:
         with _counted(len(self.candidates) + 1):
-            candidate = self._priced(budget, self.schedule_with(budget))
+            candidate = self.priced_of(budget, self.schedule_with(budget))
         before = self.best()
         self.candidates.append(candidate)
         best = self.best()
@@ -194,7 +229,7 @@ class _Trial:
             self.forget(other)
         return candidate
 
-    def _priced(self, budget: float, schedule: Schedule) -> BudgetCandidate:
+    def priced_of(self, budget: float, schedule: Schedule) -> BudgetCandidate:
         digest = schedule.digest()
         if digest not in self.priced:
             self.priced[digest] = _price(budget, schedule, self.plan_with, self.rates)
@@ -286,17 +321,26 @@ def _counted(number: int) -> AbstractContextManager[None]:
 
 
 def _price(
-    budget: float, schedule: Schedule, plan_with: Callable[[Schedule], Plan], rates: CostRates | None
+    budget: float, schedule: Schedule, plan_with: Callable[[Schedule], Planned], rates: CostRates | None
 ) -> BudgetCandidate:
     try:
-        plan = plan_with(schedule)
+        planned = plan_with(schedule)
     except BudgetError as error:
         lacks_host = error.moment == Tier.HOST
         needs = (0, error.min_host_nbytes) if lacks_host else (error.min_device_nbytes, 0)
         return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing", *needs)
+    plan = planned.plan
     activations_mib = plan.memory.nonmodel_nbytes / 2**20
     if rates is None:
         return BudgetCandidate(budget, 0.0, 0.0, f"{activations_mib:.0f} MiB of activations")
-    cost = price(plan, rates)
-    outcome = f"{activations_mib:.0f} MiB of activations, bound by {cost.bound}"
-    return BudgetCandidate(budget, cost.step_ms, cost.compute_ms, outcome, moved_nbytes=plan.copies_nbytes)
+    cost = planned.price or price(plan, rates)
+    return BudgetCandidate(
+        budget,
+        cost.step_ms,
+        cost.compute_ms,
+        f"{activations_mib:.0f} MiB of activations, bound by {cost.bound}",
+        moved_nbytes=plan.copies_nbytes,
+        bound=cost.bound,
+        device_nbytes=plan.memory.device_peak_nbytes,
+        host_nbytes=plan.memory.host_nbytes,
+    )

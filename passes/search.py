@@ -317,7 +317,7 @@ class Search:
             self.tried.append(candidate)
             return candidate
         self._drafts[options] = draft
-        cost, is_new = self._price_of(self.plan_of(draft))
+        cost, is_new = self._price_of(draft)
         text += ", their payloads too" if _keeps_payloads(draft) else ""
         updates_ms = cost.critical_ms.get(str(Stream.CPU), 0.0)
         candidate = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}", updates_ms)
@@ -325,8 +325,13 @@ class Search:
             self.tried.append(candidate)
         return candidate
 
-    def _price_of(self, plan: Plan) -> tuple[Price, bool]:
-        """The price of ``plan``, and whether it was simulated: options that differ may give one plan."""
+    def price_of(self, candidate: Candidate) -> Price:
+        """The price of a candidate that was planned."""
+        return self._price_of(self._drafts[candidate.options])[0]
+
+    def _price_of(self, draft: Draft) -> tuple[Price, bool]:
+        """The price of a plan, and whether it was simulated: options that differ may give one plan."""
+        plan = self.plan_of(draft)
         key = hash((plan.layout, plan.segments, plan.programs, plan.moves))
         is_new = key not in self._prices
         if is_new:

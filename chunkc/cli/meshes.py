@@ -2,9 +2,10 @@
 
 Candidates are what divides the machine: tensor parallelism (``tp``) within a node, and the other ranks as replicas of
 nodes (``dp_replicate``) or not. All of them train on as many sequences in a step: the ranks of a line along ``tp``
-compute one batch together, which is as many times larger. Each candidate is planned by a short search and simulated;
-those that come near the fastest are searched in full, and the fastest of them is the answer. All ranks of the machine
-take part, since its rates are those of all.
+compute one batch together, which is as many times larger. Each candidate is estimated by a short search, with all
+layers kept and with all computed again; those that come near the fastest are planned in full, and the fastest of them
+is the answer. Sizes of ``tp`` are planned side by side, one on each core. All ranks of the machine take part, since its
+rates are those of all.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from chunkc.cli.advice import missing
+from chunkc.cli.workers import Ask, Outcome, workers
 from chunkc.cost.rates import known_rates
 from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, TP
 from chunkc.errors import ChunkcError, HardwareError, PlanError
 from chunkc.hardware import Hardware
-from chunkc.passes.search import SCREENING_ACTIONS
-from chunkc.progress import within
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import SHORT_MEANINGS, duration
 from chunkc.report.units import size
-from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios
 
 AUTO: Final = "auto"
 WORTH_SEARCHING: Final = 0.1
@@ -33,28 +33,55 @@ _HEADERS: Final = ("mesh", "batch", "step", "tokens/s", "device", "bound", "")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One mesh: its scenario, and the answer, or why there is none; ``is_screened``: of a short search."""
+    """One mesh: its scenario, and the answer, an estimate by a short search, or why there is neither."""
 
     scenario: Scenario
     answer: Answer | None = None
+    estimate: Estimate | None = None
     refusal: str = ""
-    is_screened: bool = False
+
+    @classmethod
+    def of(cls, scenario: Scenario, outcome: Outcome) -> Candidate:
+        """The candidate of an outcome; errors are raised that are none of this mesh alone."""
+        match outcome:
+            case PlanError() | HardwareError():
+                raise outcome
+            case ChunkcError():  # of its parallel plan, or of a model that is not captured so
+                return cls(scenario, refusal=" ".join(str(outcome).split()))
+            case Answer():
+                if outcome.unpriced:
+                    raise HardwareError(f"--mesh auto compares times: {outcome.unpriced}")
+                return cls(scenario, outcome)
+            case Estimate():
+                return cls(scenario, estimate=outcome)
 
     @property
     def step_ms(self) -> float | None:
         """Simulated milliseconds of a step; None where there is no plan."""
+        if self.estimate is not None:
+            return self.estimate.best.step_ms
         return None if self.answer is None or self.answer.timeline is None else self.answer.timeline.step_ms
 
+    @property
+    def memory_nbytes(self) -> tuple[int, int] | None:
+        """Bytes of device and host memory of a rank; None where there is no plan."""
+        if self.estimate is not None:
+            return self.estimate.best.device_nbytes, self.estimate.best.host_nbytes
+        if self.answer is None or self.answer.plan is None:
+            return None
+        memory = self.answer.plan.memory
+        return memory.device_peak_nbytes, memory.host_nbytes
+
     def to_json(self) -> dict[str, Any]:
-        plan = None if self.answer is None else self.answer.plan
+        device_nbytes, host_nbytes = self.memory_nbytes or (None, None)
         return {
             "mesh": self.scenario.mesh,
             "batch": self.scenario.batch,
-            "fits": plan is not None,
+            "fits": self.memory_nbytes is not None,
             "step_ms": self.step_ms,
-            "is_screened": self.is_screened,
-            "device_peak_nbytes": None if plan is None else plan.memory.device_peak_nbytes,
-            "host_nbytes": None if plan is None else plan.memory.host_nbytes,
+            "is_screened": self.estimate is not None,
+            "device_peak_nbytes": device_nbytes,
+            "host_nbytes": host_nbytes,
             "why_not": self.why_not,
         }
 
@@ -83,8 +110,10 @@ def meshes(hw: Hardware) -> Iterator[tuple[str, int]]:
                 yield ",".join(f"{name}={number}" for name, number in sizes.items() if number > 1), num_tensor
 
 
-def candidates(scenario: Scenario, scenarios: Scenarios) -> list[Candidate]:
-    """Plan ``scenario`` with each of `meshes`; its batch is that of one rank.
+def candidates(scenario: Scenario, scenarios: Scenarios, num_cores: int | None = None) -> list[Candidate]:
+    """Plan ``scenario``, whose batch is that of one rank, with each of `meshes`.
+
+    ``num_cores``: that plan at a time; default: all of this process.
 
     Raises:
         ChunkcError: when the model can be planned with none of them, rates of the machine are not known, or it has
@@ -99,40 +128,22 @@ def candidates(scenario: Scenario, scenarios: Scenarios) -> list[Candidate]:
     if known_rates(hw) is None:
         raise ChunkcError(f"--mesh auto compares times, and rates of {hw} are not known: see chunkc calibrate")
     choices = [replace(scenario, mesh=mesh, batch=scenario.batch * num_tensor) for mesh, num_tensor in meshes(hw)]
-    found = [_screened(choice, f"{n}/{len(choices)}", scenarios) for n, choice in enumerate(choices, 1)]
-    if all(candidate.answer is None for candidate in found):
-        raise ChunkcError(found[0].refusal)
-    bar_ms = min((c.step_ms for c in found if c.step_ms is not None), default=0.0) * (1 + WORTH_SEARCHING)
-    return [_searched(candidate, bar_ms, scenarios) for candidate in found]
-
-
-def _screened(scenario: Scenario, number: str, scenarios: Scenarios) -> Candidate:
-    """The candidate of a short search."""
-    try:
-        with within(f"mesh {number}"):
-            answer = scenarios.answer(scenario, SCREENING_ACTIONS)
-        if answer.unpriced:
-            raise HardwareError(f"--mesh auto compares times: {answer.unpriced}")
-        return Candidate(scenario, answer, is_screened=answer.fits)
-    except (PlanError, HardwareError):
-        raise
-    except ChunkcError as error:  # of its parallel plan, or of a model that is not captured so
-        return Candidate(scenario, refusal=" ".join(str(error).split()))
-
-
-def _searched(candidate: Candidate, bar_ms: float, scenarios: Scenarios) -> Candidate:
-    """``candidate`` with the answer of a full search, where its step is within the bar."""
-    answer = candidate.answer
-    if answer is None or answer.scenario is None or candidate.step_ms is None or candidate.step_ms > bar_ms:
-        return candidate
-    with within(f"mesh {candidate.scenario.mesh}"):
-        full = scenarios.answer(answer.scenario)
-    return replace(candidate, answer=full, is_screened=False)
+    with workers(choices, scenarios, num_cores) as planners:
+        looked = planners.outcomes([Ask(choice) for choice in choices], "first look at mesh")
+        found = list(map(Candidate.of, choices, looked))
+        if all(candidate.refusal for candidate in found):
+            raise ChunkcError(found[0].refusal)
+        bar_ms = min((c.step_ms for c in found if c.step_ms is not None), default=0.0) * (1 + WORTH_SEARCHING)
+        near = [n for n, candidate in enumerate(found) if candidate.step_ms is not None and candidate.step_ms <= bar_ms]
+        answers = planners.outcomes([Ask(choices[n], in_full=True) for n in near], "mesh")
+    for number, answer in zip(near, answers, strict=True):
+        found[number] = Candidate.of(choices[number], answer)
+    return found
 
 
 def best_of(found: Sequence[Candidate]) -> Candidate:
     """The fastest that was searched in full; where none fits, the one that misses least. It has an answer."""
-    fitting = [candidate for candidate in found if candidate.step_ms is not None and not candidate.is_screened]
+    fitting = [candidate for candidate in found if candidate.step_ms is not None and candidate.estimate is None]
     if fitting:
         return min(fitting, key=lambda candidate: candidate.step_ms or 0.0)
     return min((c for c in found if c.answer is not None), key=_missing_nbytes)
@@ -147,7 +158,7 @@ def render(found: Sequence[Candidate], best: Candidate) -> str:
     """A table of all candidates, why some have no plan, and the options that name the choice alone."""
     rows = table(_HEADERS, [_cells(candidate, candidate is best) for candidate in found], "lrrrrll")
     reasons = [wrapped(f"{c.scenario.mesh}: {c.why_not}", "  ") for c in found if c.why_not]
-    if any(candidate.is_screened for candidate in found):
+    if any(candidate.estimate is not None for candidate in found):
         reasons.append("~ by a short search: no longer one was worth it")
     kind = "the one that misses least" if best.step_ms is None else "the fastest"
     verdict = f"a step has as many sequences with each mesh; {kind}, below, is that of\n  {best.options}"
@@ -155,12 +166,20 @@ def render(found: Sequence[Candidate], best: Candidate) -> str:
 
 
 def _cells(candidate: Candidate, is_best: bool) -> tuple[str, ...]:
-    answer, scenario = candidate.answer, candidate.scenario
-    name = (scenario.mesh, str(scenario.batch))
-    if answer is None or answer.plan is None or answer.timeline is None:
+    name = (candidate.scenario.mesh, str(candidate.scenario.batch))
+    if candidate.step_ms is None or candidate.memory_nbytes is None:
         return (*name, "", "", "", "no plan", "")
-    timeline, device_nbytes = answer.timeline, answer.plan.memory.device_peak_nbytes
-    speed = "" if timeline.tokens_per_s is None else f"{timeline.tokens_per_s:,.0f}"
-    about = "~" if candidate.is_screened else ""
-    speeds = (about + duration(timeline.step_ms), speed)
-    return (*name, *speeds, size(device_nbytes), SHORT_MEANINGS[timeline.bound], "<" if is_best else "")
+    num_tokens, bound, about = _facts(candidate)
+    speed = f"{num_tokens / candidate.step_ms * 1e3:,.0f}" if num_tokens else ""
+    row = (about + duration(candidate.step_ms), speed, size(candidate.memory_nbytes[0]), SHORT_MEANINGS[bound])
+    return (*name, *row, "<" if is_best else "")
+
+
+def _facts(candidate: Candidate) -> tuple[int, str, str]:
+    """Tokens of a step, what bounds it, and a sign before times of a short search."""
+    if candidate.estimate is not None:
+        return candidate.estimate.num_tokens, candidate.estimate.best.bound, "~"
+    timeline = None if candidate.answer is None else candidate.answer.timeline
+    if timeline is None:
+        raise ValueError(f"{candidate.options} has no step")
+    return timeline.num_tokens, timeline.bound, ""

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from chunkc._torch_compat.inductor import inductor_cache_folder
@@ -35,6 +36,7 @@ from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import (
     ChoiceStore,
+    Packings,
     Pass,
     Planned,
     PlanOptions,
@@ -69,7 +71,7 @@ class PlanRequest:
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
         ranks_per_node: ranks of the job on this machine.
-        choices: what searches chose in earlier runs.
+        choices: what searches chose in earlier runs. packings: those found for this model.
     """
 
     target: Target
@@ -80,6 +82,7 @@ class PlanRequest:
     is_host: bool = True
     ranks_per_node: int = 1
     choices: ChoiceStore | None = None
+    packings: Packings = field(default_factory=Packings, repr=False, compare=False)
 
     def in_new_layout(self) -> PlanRequest:
         """The request for a layout in place of the one that there is, whose memory the new one takes over."""
@@ -215,14 +218,14 @@ def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
     if request.target.rates is None:
         request = request.keeping_values()
 
-    def plan_with(schedule: Schedule) -> Plan:
+    def plan_with(schedule: Schedule) -> Planned:
         schedule = with_norms(schedule) if request.options.tracks_grad_norm else schedule
         try:
-            return _plan(schedule, request.target, request, max_actions=SCREENING_ACTIONS).plan
+            return _plan(schedule, request.target, request, max_actions=SCREENING_ACTIONS)
         except BudgetError:
             if request.layout is None or request.target.rates is not None:
                 raise
-            return _plan(schedule, request.target, request.in_new_layout()).plan
+            return _plan(schedule, request.target, request.in_new_layout())
 
     store = request.choices if request.passes is None and request.layout is None else None
     kept = KeptFirst(store, request.target, request.options, Path(__file__))
@@ -248,9 +251,8 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
 def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions: int = MAX_ACTIONS) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
-        return make_fastest_plan(
-            schedule, target, options, passes=passes, choices=request.choices, max_actions=max_actions
-        )
+        search = partial(make_fastest_plan, schedule, target, options, passes=passes, packings=request.packings)
+        return search(max_actions=max_actions, choices=request.choices)
     if not schedule.is_evaluation:
         return make_fitting_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:
@@ -260,10 +262,7 @@ def _plan(schedule: Schedule, target: Target, request: PlanRequest, max_actions:
 
 @dataclass(slots=True)
 class _Search:
-    """Plans, compiles and compares; see the module's text.
-
-    ``staying``: operators of forward whose values were found not to be able to move.
-    """
+    """Plans, compiles, compares; ``staying``: operators whose values cannot move, as was found."""
 
     captured: Captured
     request: PlanRequest

@@ -29,10 +29,16 @@ from chunkc.distributed.job import lay_out_ahead
 from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
-from chunkc.ir.plan import Plan as SimulatedPlan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Activations, PlanOptions, Target, budgets_of, make_fastest_plan
-from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL, choose_budget
+from chunkc.passes import Activations, Packings, Planned, PlanOptions, Target, budgets_of, make_fastest_plan
+from chunkc.passes.rematerialise import (
+    KEEP_ALL,
+    RECOMPUTE_ALL,
+    BudgetCandidate,
+    Priced,
+    choose_among,
+    choose_budget,
+)
 from chunkc.passes.search import MAX_ACTIONS, SCREENING_ACTIONS
 from chunkc.progress import stage, within
 from chunkc.report import Plan
@@ -167,6 +173,22 @@ class Answer:
         return self.plan is not None
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The outcome of a short search.
+
+    Of `Recompute.AUTO` it is the better of all layers computed again and all kept.
+
+    Attributes:
+        scenario: as asked for. num_tokens: of all ranks in a step.
+        best: its simulated step, and the memory of one rank.
+    """
+
+    scenario: Scenario
+    num_tokens: int
+    best: BudgetCandidate
+
+
 PolicyPlanner = Callable[[Scenario, CapturedAhead, Target, int], Plan]
 """Makes the verified plan of a scenario within a number of simulated actions, or raises `BudgetError`."""
 
@@ -186,6 +208,22 @@ class Scenarios:
 
     tell: Tell = lambda line: None
     _captures: Captures = field(default_factory=Captures)
+    _priced: dict[str, Priced] = field(default_factory=dict)
+
+    def estimate(self, scenario: Scenario) -> Estimate | Answer:
+        """A first look at ``scenario`` by a short search; the answer where nothing fits.
+
+        What is simulated is not simulated again for `answer`. Errors as of `captured`.
+        """
+        budgets = self._budgets(scenario)
+        tried = (RECOMPUTE_ALL, KEEP_ALL) if scenario.recompute is Recompute.AUTO else (scenario.keep,)
+        with uncollected(), within(str(scenario)):
+            choice = choose_among(tried, budgets.schedule_with, budgets.plan_with, budgets.target.rates, budgets.priced)
+            if not choice.best.fits:
+                return self._answer(scenario.keeping(choice.budget), SCREENING_ACTIONS)
+            schedule = budgets.schedule_with(choice.budget)
+        num_lines = scenario.ranks.num_replicas * scenario.ranks.num_sharing
+        return Estimate(scenario, schedule.num_tokens * num_lines * scenario.accumulate, choice.best)
 
     def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
         """Plan and simulate ``scenario``; ``max_actions`` as of `make_fastest_plan`. Raises as `captured`."""
@@ -196,21 +234,25 @@ class Scenarios:
     def _fastest(self, scenario: Scenario, max_actions: int) -> Answer:
         """Plan with the share of layers computed again that is the fastest, or makes the model fit."""
         began_s = time.perf_counter()
-        target = _target(scenario)
-
-        def schedule_with(keep: float) -> Schedule:
-            return self.captured(scenario.keeping(keep)).schedule
-
-        def plan_with(schedule: Schedule) -> SimulatedPlan:
-            schedule, options = _wishes(scenario, schedule)
-            return make_fastest_plan(schedule, target, options, max_actions=SCREENING_ACTIONS).plan
-
+        budgets = self._budgets(scenario)
         with uncollected(), within(str(scenario)):
-            is_cheap = scenario.model.num_layers is not None
-            choice = choose_budget(schedule_with, plan_with, target.rates, is_cheap=is_cheap)
+            choice = choose_budget(
+                budgets.schedule_with,
+                budgets.plan_with,
+                budgets.target.rates,
+                is_cheap=scenario.model.num_layers is not None,
+                priced=budgets.priced,
+            )
         self.tell(f"{scenario}: {choice.note} ({time.perf_counter() - began_s:.1f} s)")
         answer = self._answer(scenario.keeping(choice.budget), max_actions)
         return replace(answer, elapsed_s=time.perf_counter() - began_s)
+
+    def _budgets(self, scenario: Scenario) -> _Budgets:
+        def schedule_with(keep: float) -> Schedule:
+            return self.captured(scenario.keeping(keep)).schedule
+
+        priced = self._priced.setdefault(repr(scenario), Priced())
+        return _Budgets(scenario, _target(scenario), priced, schedule_with)
 
     def _answer(self, scenario: Scenario, max_actions: int) -> Answer:
         began_s = time.perf_counter()
@@ -234,6 +276,24 @@ class Scenarios:
     def is_captured(self, scenario: Scenario) -> bool:
         """Whether an answer takes no more captures."""
         return scenario.recompute is not Recompute.AUTO and self._captures.has(scenario.subject, scenario.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    """Plans of one scenario by activation budget, each of a short search.
+
+    ``priced``: of those that were simulated.
+    """
+
+    scenario: Scenario
+    target: Target
+    priced: Priced
+    schedule_with: Callable[[float], Schedule]
+    packings: Packings = field(default_factory=Packings)
+
+    def plan_with(self, schedule: Schedule) -> Planned:
+        schedule, options = _wishes(self.scenario, schedule)
+        return make_fastest_plan(schedule, self.target, options, max_actions=SCREENING_ACTIONS, packings=self.packings)
 
 
 def policies() -> tuple[str, ...]:

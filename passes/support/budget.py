@@ -20,7 +20,16 @@ from chunkc.ir.tiers import SLOWER_TIERS, Tier
 from chunkc.passes.chunk_mapping import blocks_of
 from chunkc.passes.segments import Cuts, base_segments, block_needs, segment_costs
 from chunkc.passes.support.belady import min_ranges
-from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, Demand, Liveness, Packing, PlanOptions, Target
+from chunkc.passes.support.draft import (
+    BaseSegment,
+    BlockNeeds,
+    ChunkBlocks,
+    Demand,
+    Liveness,
+    Packing,
+    PlanOptions,
+    Target,
+)
 from chunkc.passes.support.resident_states import residence_order, states_nbytes
 
 
@@ -50,8 +59,9 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts, packing: Packing |
 
     ``packing``: of ``layout`` without homes, where it is known.
     """
-    packing = packing or packing_of(layout, liveness)
-    blocks, steps = packing.blocks, base_segments(liveness, packing.needs, cuts)
+    blocks = blocks_of(layout) if packing is None else packing.packed.blocks
+    needs = needs_of(layout, liveness, blocks) if packing is None else packing.needs
+    steps = base_segments(liveness, needs, cuts)
     resident = [layout.chunks[first * layout.world_size].is_resident for first in blocks.first_group]
     if layout.world_size == 1 and any(resident):
         blocks, steps = _moving(blocks, steps, [block for block, stays in enumerate(resident) if not stays])
@@ -61,10 +71,10 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts, packing: Packing |
     return Demand(blocks, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
 
 
-def packing_of(layout: Layout, liveness: Liveness, lookback: int = 0) -> Packing:
-    """``layout`` with its chunk blocks and those that operators need."""
-    blocks, keeps_open = blocks_of(layout), layout.world_size > 1 and not liveness.has_grad_chunks
-    return Packing(lookback, layout, blocks, block_needs(liveness, blocks, keeps_open))
+def needs_of(layout: Layout, liveness: Liveness, blocks: ChunkBlocks) -> BlockNeeds:
+    """The chunk blocks that operators need, of the ``blocks`` of ``layout``."""
+    keeps_open = layout.world_size > 1 and not liveness.has_grad_chunks
+    return block_needs(liveness, blocks, keeps_open)
 
 
 def _moving(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from chunkc.cost.rates import CostRates
 from chunkc.hardware import Hardware
@@ -26,6 +26,7 @@ from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.tiers import Tier
 
 T = TypeVar("T")
+Facts = tuple[object, ...]
 BlockNeeds = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
 """Per graph, per operator: the chunk blocks that it needs."""
 Activations = Literal["auto", "keep", "recompute", "offload"]
@@ -199,33 +200,47 @@ class ChunkBlocks:
     of_grad: tuple[tuple[int, ...], ...]
 
 
+@dataclass(slots=True)
+class Kept(Generic[T]):
+    """Values by key, each with the facts that it was made of."""
+
+    _found: dict[Facts, tuple[Facts, T]] = field(default_factory=dict)
+
+    def of(self, key: Facts, facts: Facts, make: Callable[[], T]) -> T:
+        """The one kept under ``key`` if it was made of equal ``facts``, or the one that ``make`` makes."""
+        found = self._found.get(key)
+        if found is None or found[0] != facts:
+            found = self._found[key] = (facts, make())
+        return found[1]
+
+
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """A layout without homes, packed with a look-back of so many groups; what operators need in it."""
+class PackedLayout:
+    """A layout without homes, packed with a look-back of so many groups, and its chunk blocks."""
 
     lookback: int
     layout: Layout
     blocks: ChunkBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A packed layout and what operators need in it."""
+
+    packed: PackedLayout
     needs: BlockNeeds
 
 
 @dataclass(slots=True)
 class Packings:
-    """Packings by chunk size, kept for the plans of one request.
+    """Packings by chunk size, kept for plans of one model on as many ranks.
 
-    Options of these plans differ in what no packing depends on.
+    Layouts depend on the order in which parameters are used, so schedules that compute other layers again share them.
+    What operators need is kept for one schedule at a time.
     """
 
-    _found: dict[tuple[object, ...], tuple[tuple[object, ...], tuple[Packing, ...]]] = field(default_factory=dict)
-
-    def of(
-        self, key: tuple[object, ...], facts: tuple[object, ...], pack: Callable[[], tuple[Packing, ...]]
-    ) -> tuple[Packing, ...]:
-        """Those kept under ``key`` if they were made of equal ``facts``, or those that ``pack`` makes."""
-        found = self._found.get(key)
-        if found is None or found[0] != facts:
-            found = self._found[key] = (facts, pack())
-        return found[1]
+    layouts: Kept[tuple[PackedLayout, ...]] = field(default_factory=lambda: Kept[tuple[PackedLayout, ...]]())
+    needs: Kept[tuple[BlockNeeds, ...]] = field(default_factory=lambda: Kept[tuple[BlockNeeds, ...]]())
 
 
 @dataclass(frozen=True, slots=True)

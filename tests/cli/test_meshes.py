@@ -18,9 +18,10 @@ from chunkc.cli.meshes import best_of, candidates, meshes, render
 from chunkc.cost.timeline import Flops
 from chunkc.errors import BudgetError, ChunkcError, PlanError
 from chunkc.hardware import Hardware
+from chunkc.passes.rematerialise import KEEP_ALL, BudgetCandidate
 from chunkc.passes.search import MAX_ACTIONS
 from chunkc.report.timeline import simulate
-from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios
 
 ONE_NODE, NODES = Hardware.parse("4xa100-40g-1024g"), Hardware.parse("2x4xa100-40g-1024g")
 TIMELINE = replace(simulate(gpt_plan(), "v100-240g"), flops=Flops(10**12, 10**12, None))
@@ -38,20 +39,28 @@ class Machine(Scenarios):
     by_mesh: dict[str, int | str] = field(default_factory=dict)
     asked: list[tuple[str, int, bool]] = field(default_factory=list)
 
+    def estimate(self, scenario: Scenario) -> Estimate | Answer:
+        found = self._found(scenario, in_full=False)
+        if found < 0:
+            return Answer(scenario, shortage=shortage(-found))
+        best = BudgetCandidate(KEEP_ALL, found * 1.05, 1.0, "", bound="compute", device_nbytes=1 << 30, host_nbytes=7)
+        return Estimate(scenario, 1000, best)
+
     def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
-        self.asked.append((scenario.mesh, scenario.batch, max_actions == MAX_ACTIONS))
+        step_ms = float(self._found(scenario, in_full=True))
+        return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=step_ms))
+
+    def _found(self, scenario: Scenario, *, in_full: bool) -> int:
+        self.asked.append((scenario.mesh, scenario.batch, in_full))
         found = self.by_mesh[scenario.mesh]
         if isinstance(found, str):
             raise (PlanError if "verifier" in found else ChunkcError)(found)
-        if found < 0:
-            return Answer(scenario, shortage=shortage(-found))
-        step_ms = float(found) * (1.0 if max_actions == MAX_ACTIONS else 1.05)
-        return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=step_ms))
+        return found
 
 
 def asked(**by_mesh: int | str) -> tuple[Machine, list[Any]]:
     machine = Machine(by_mesh={name.replace("__", ",").replace("_is_", "="): v for name, v in by_mesh.items()})
-    return machine, candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine)
+    return machine, candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +93,10 @@ def test_all_candidates_train_on_as_many_sequences_and_the_fastest_is_taken() ->
     assert machine.asked == [*screened, ("dp_shard=2,tp=2", 6, True), ("tp=4", 12, True)], "near ones in full"
     best = best_of(found)
     assert best is found[1] and best.step_ms == 20.0
-    assert [candidate.is_screened for candidate in found] == [True, False, False]
+    assert [candidate.to_json()["is_screened"] for candidate in found] == [True, False, False]
+    assert found[0].to_json()["device_peak_nbytes"] == 1 << 30 and found[0].to_json()["host_nbytes"] == 7
     text = render(found, best)
-    assert "~31.500 ms" in text and "~ by a short search" in text
+    assert "~31.500 ms" in text and "31,746" in text and "~ by a short search" in text
     lines = text.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<")] == ["dp_shard=2,tp=2"]
     assert lines[-2:] == [

@@ -13,15 +13,24 @@ from schedules import chain, target
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.files import KeptDocuments
-from chunkc.ir.plan import MovedValue, Plan
+from chunkc.ir.plan import MovedValue
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
-from chunkc.passes import PlanOptions, make_fastest_plan, rematerialise
-from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL, BudgetChoice, KeptFirst, choose_budget
+from chunkc.passes import Planned, PlanOptions, make_fastest_plan, rematerialise
+from chunkc.passes.rematerialise import (
+    KEEP_ALL,
+    RECOMPUTE_ALL,
+    BudgetChoice,
+    KeptFirst,
+    Priced,
+    choose_among,
+    choose_budget,
+)
 from chunkc.passes.search import MIN_GAIN
 
 NUMEL = 4096
 LAYERS = 8
+ENDS = (RECOMPUTE_ALL, KEEP_ALL)
 CHUNK_NBYTES = NUMEL * 4
 ROOM_NBYTES = 5 * CHUNK_NBYTES
 
@@ -40,8 +49,12 @@ def schedule_with(budget: float, kept_nbytes: int, extra_units: float) -> Schedu
     )
 
 
-def plan_of(schedule: Schedule) -> Plan:
-    return make_fastest_plan(schedule, replace(target(ROOM_NBYTES), rates=RATES)).plan
+def plan_of(schedule: Schedule) -> Planned:
+    return make_fastest_plan(schedule, replace(target(ROOM_NBYTES), rates=RATES))
+
+
+def unpriced_plan_of(schedule: Schedule) -> Planned:
+    return replace(plan_of(schedule), price=None)
 
 
 def choose(kept_nbytes: int, extra_units: float) -> tuple[float, list[float], list[float]]:
@@ -68,8 +81,9 @@ def test_of_steps_that_are_as_long_the_one_that_moves_least_is_taken() -> None:
         schedules = {budget: schedule_with(budget, 400, extra_units=0) for budget in (0.0, 0.25, 0.5, 0.75, 1.0)}
         moves = {schedules[budget].digest() for budget in moving}
 
-        def plan_with(schedule: Schedule) -> Plan:
-            return replace(plan_of(schedule), moves=(moved,) if schedule.digest() in moves else ())
+        def plan_with(schedule: Schedule) -> Planned:
+            planned = plan_of(schedule)
+            return replace(planned, plan=replace(planned.plan, moves=(moved,) if schedule.digest() in moves else ()))
 
         return choose_budget(lambda b: schedules[b], plan_with, RATES).budget
 
@@ -94,7 +108,7 @@ def test_where_nothing_fits_the_choice_needs_least_device_memory() -> None:
 def test_where_host_memory_misses_everything_is_kept() -> None:
     small = target(ROOM_NBYTES, host=CHUNK_NBYTES)
     choice = choose_budget(
-        lambda b: schedule_with(b, CHUNK_NBYTES, 1), lambda schedule: make_fastest_plan(schedule, small).plan, None
+        lambda b: schedule_with(b, CHUNK_NBYTES, 1), lambda schedule: make_fastest_plan(schedule, small), None
     )
     assert choice.budget == KEEP_ALL and not any(c.fits for c in choice.candidates)
 
@@ -102,8 +116,8 @@ def test_where_host_memory_misses_everything_is_kept() -> None:
 def test_where_the_host_is_too_small_that_is_said_and_no_lack_of_device_memory() -> None:
     """Kept activations miss device memory too, but with more of it the host would still be too small."""
 
-    def plan_with(schedule: Schedule) -> Plan:
-        return make_fastest_plan(schedule, replace(target(ROOM_NBYTES, CHUNK_NBYTES), rates=RATES)).plan
+    def plan_with(schedule: Schedule) -> Planned:
+        return make_fastest_plan(schedule, replace(target(ROOM_NBYTES, CHUNK_NBYTES), rates=RATES))
 
     choice = choose_budget(lambda b: schedule_with(b, 6 * CHUNK_NBYTES, 1), plan_with, RATES)
     kept, again = choice.candidates
@@ -116,7 +130,7 @@ def test_where_the_host_alone_is_too_small_the_least_of_it_is_needed(again_gib: 
     """Values that move, which need it too, are computed again where that saves a tenth of it."""
     needed_gib = iter((100, again_gib))
 
-    def plan_with(_: Schedule) -> Plan:
+    def plan_with(_: Schedule) -> Planned:
         host_nbytes = next(needed_gib) << 30
         facts = {"missing_nbytes": 1, "min_device_nbytes": 1, "min_host_nbytes": host_nbytes}
         raise BudgetError("too small", moment=Tier.HOST, tensors=(), **facts)
@@ -132,8 +146,8 @@ def test_without_rates_as_much_is_kept_as_fits(kept_chunks: int, wanted: float) 
     assert [c.fits for c in choice.candidates] == [False] * (len(choice.candidates) - 1) + [True]
 
 
-def plan_without_rates(schedule: Schedule) -> Plan:
-    return make_fastest_plan(schedule, target(ROOM_NBYTES)).plan
+def plan_without_rates(schedule: Schedule) -> Planned:
+    return make_fastest_plan(schedule, target(ROOM_NBYTES))
 
 
 @pytest.mark.parametrize(("kept_chunks", "wanted"), [(4, 1.0), (5, 0.5), (12, 0.0), (20, 0.0), (100, 0.0)])
@@ -148,7 +162,7 @@ def test_of_large_graphs_few_budgets_are_tried(
 
 def test_a_step_that_is_computation_alone_is_left_as_it_is() -> None:
     slow = replace(RATES, device_memory_gb_per_s=RATES.device_memory_gb_per_s / 10_000)
-    choice = choose_budget(lambda b: schedule_with(b, CHUNK_NBYTES, 1), plan_of, slow)
+    choice = choose_budget(lambda b: schedule_with(b, CHUNK_NBYTES, 1), unpriced_plan_of, slow)
     assert [c.budget for c in choice.candidates] == [KEEP_ALL]
 
 
@@ -162,9 +176,9 @@ def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
     code.write_text("")
     wanted = KeptFirst(KeptDocuments(tmp_path), replace(target(ROOM_NBYTES), rates=slow), PlanOptions(), code)
 
-    def plan_with(schedule: Schedule) -> Plan:
+    def plan_with(schedule: Schedule) -> Planned:
         made.append(schedule)
-        return plan_of(schedule)
+        return unpriced_plan_of(schedule)
 
     def choose_with(kept: KeptFirst, kept_nbytes: int = CHUNK_NBYTES) -> BudgetChoice:
         return choose_budget(lambda b: schedule_with(b, kept_nbytes, 1), plan_with, slow, kept=kept)
@@ -182,13 +196,38 @@ def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
 def test_budgets_of_one_schedule_are_planned_once() -> None:
     schedule, made = schedule_with(KEEP_ALL, 100 * CHUNK_NBYTES, 1), list[Schedule]()
 
-    def plan_with(given: Schedule) -> Plan:
+    def plan_with(given: Schedule) -> Planned:
         made.append(given)
         return plan_of(given)
 
     choice = choose_budget(lambda _: schedule, plan_with, None)
     assert [c.budget for c in choice.candidates] == [KEEP_ALL, *rematerialise.BUDGETS]
     assert len({c.outcome for c in choice.candidates}) == len(made) == 1
+
+
+def test_what_was_priced_before_is_not_planned_again() -> None:
+    """A first look at the ends leaves its prices to the choice; where the least of memory misses, it ends there."""
+    made, priced = list[Schedule](), Priced()
+
+    def schedule(budget: float) -> Schedule:
+        return schedule_with(budget, 4 * CHUNK_NBYTES, 1)
+
+    def plan_with(given: Schedule) -> Planned:
+        made.append(given)
+        return plan_of(given)
+
+    look = choose_among(ENDS, schedule, plan_with, RATES, priced)
+    assert [c.budget for c in look.candidates] == [RECOMPUTE_ALL, KEEP_ALL] and len(made) == 2
+    again = choose_budget(schedule, plan_with, RATES, priced=priced)
+    assert again == choose_budget(schedule, plan_of, RATES) and set(look.candidates) < set(again.candidates)
+    assert len(made) == len({s.digest() for s in made})
+    too_much = choose_among(ENDS, lambda b: schedule_with(b, 100 * CHUNK_NBYTES, 1), plan_with, RATES, Priced())
+    assert [c.budget for c in too_much.candidates] == [RECOMPUTE_ALL] and not too_much.candidates[0].fits
+
+
+def test_a_search_says_what_its_plan_costs() -> None:
+    planned = plan_of(schedule_with(KEEP_ALL, 4 * CHUNK_NBYTES, 1))
+    assert planned.price is not None and planned.price == price(planned.plan, RATES)
 
 
 def test_a_choice_among_several_is_made_each_time(tmp_path: Path) -> None:
@@ -210,7 +249,8 @@ def test_the_choice_is_as_fast_as_the_best_of_a_fine_grid(kept_chunks: int, extr
 
     def step_ms(budget: float) -> float:
         try:
-            return price(plan_of(schedule_with(budget, kept_chunks * CHUNK_NBYTES, extra_units)), RATES).step_ms
+            planned = plan_of(schedule_with(budget, kept_chunks * CHUNK_NBYTES, extra_units))
+            return price(planned.plan, RATES).step_ms
         except BudgetError:
             return math.inf
 
@@ -250,7 +290,7 @@ def test_beside_a_second_budget_that_is_nearly_as_fast_others_are_tried(monkeypa
             return SimpleNamespace(step_ms=step_ms, compute_ms=3150 + 500 * (1 - budgets[-1]), bound="compute")
 
         monkeypatch.setattr(rematerialise, "price", priced)
-        return choose_budget(schedule, plan_of, RATES)
+        return choose_budget(schedule, unpriced_plan_of, RATES)
 
     near, far = tried(0), tried(100)
     assert near.budget == 0.625 and len(near.candidates) <= 10
@@ -269,5 +309,5 @@ def test_jagged_steps_are_not_followed_into_every_dip(monkeypatch: pytest.Monkey
         return SimpleNamespace(step_ms=3400 + noise_ms, compute_ms=2500 + 500 * (1 - budgets[-1]), bound="compute")
 
     monkeypatch.setattr(rematerialise, "price", priced)
-    choice = choose_budget(schedule, plan_of, RATES)
+    choice = choose_budget(schedule, unpriced_plan_of, RATES)
     assert 5 <= len(choice.candidates) <= 12

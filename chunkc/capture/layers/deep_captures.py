@@ -74,13 +74,13 @@ class DeepCaptures:
         return self._alike(is_kept=num_kept > 0)
 
     def _alike(self, *, is_kept: bool) -> CapturedAhead:
-        if is_kept not in self._of_one_kind:
-            few, more = (self._with_depth(depth, [float(is_kept)])[0] for depth in (BASE, BASE + 1))
-            self._of_one_kind[is_kept] = few, more
+        if not self._of_one_kind:  # one trace gives both kinds
+            pairs = zip(*(self._with_depth(depth, [0.0, 1.0]) for depth in (BASE, BASE + 1)), strict=True)
+            self._of_one_kind = dict(zip((False, True), pairs, strict=True))
         few, more = self._of_one_kind[is_kept]
         began_s = time.perf_counter()
-        infos, pairs = self.infos(), zip(few.estimates, more.estimates, strict=True)
-        estimates = tuple(periodic_schedule(*pair, self.num_layers, infos) for pair in pairs)
+        infos, by_estimate = self.infos(), zip(few.estimates, more.estimates, strict=True)
+        estimates = tuple(periodic_schedule(*pair, self.num_layers, infos) for pair in by_estimate)
         note = f"{self.num_layers} layers from captures of {BASE} and {BASE + 1}"
         return CapturedAhead(estimates, (*few.stages, *more.stages, _record(began_s, note)))
 

@@ -17,16 +17,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
-from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
+from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule
 
 BASE: Final = 4
 """Layers of the shallower capture: an outer one at either end, and two between that show a rule."""
 
 _NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
 _NUMBERED = re.compile(r".*_\d+")
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
+_FIELDS: Final = {kind: tuple(f.name for f in fields(kind)) for kind in (Operator, ParamInfo)}
 NUM_OUTER: Final = 2
 """Layers of a capture that are not alike: those at either end."""
 
@@ -48,6 +50,43 @@ class _Line:
     numbers: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A schedule as text: lines of its parameters and of both graphs' operators, and one of what is left."""
+
+    params: Sequence[_Line]
+    operators: Mapping[GraphKind, Sequence[_Line]]
+    whole: _Line
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> _Text:
+        operators = {graph.kind: [_line(_numbered(o)) for o in graph.operators] for graph in schedule.graphs}
+        params = [_line(_numbered(info)) for info in schedule.params]
+        whole = (schedule.held_nbytes, schedule.also_trained, schedule.num_samples, schedule.num_tokens)
+        return cls(params, operators, _line(whole))
+
+    def deepened(self, longer: _Text, num_layers: int) -> _Text:
+        """The text of ``num_layers`` layers, from this one of ``BASE`` and ``longer`` of one more."""
+        if num_layers < NUM_OUTER:
+            raise NotPeriodicError(f"{num_layers} layers are fewer than the {NUM_OUTER} outer ones of the captures")
+        params = _rows(self.params, longer.params, num_layers, "parameters")
+        operators = {
+            kind: _rows(lines, longer.operators[kind], num_layers, f"{kind} graphs")
+            for kind, lines in self.operators.items()
+        }
+        (whole,) = _outside([self.whole], [longer.whole], num_layers)
+        return _Text(params, operators, whole)
+
+    def schedule(self) -> Schedule:
+        held_nbytes, also_trained, num_samples, num_tokens = _decoded([self.whole])[0]
+        infos = tuple(_restored(ParamInfo, row) for row in _decoded(self.params))
+        forward, backward = (
+            GraphSchedule(kind, tuple(_restored(Operator, row) for row in _decoded(lines)))
+            for kind, lines in self.operators.items()
+        )
+        return Schedule(infos, forward, backward, held_nbytes, tuple(also_trained), num_samples, num_tokens)
+
+
 def periodic_schedule(
     shallow: Schedule, deeper: Schedule, num_layers: int, params: Sequence[ParamInfo] | None = None
 ) -> Schedule:
@@ -56,22 +95,8 @@ def periodic_schedule(
     The captures have ``BASE`` and ``BASE + 1`` layers; ``params`` of the deep model are compared with what follows, if
     given. NotPeriodicError when the captures do not agree on a rule, or ``params`` are others.
     """
-    if num_layers < NUM_OUTER:
-        raise NotPeriodicError(f"{num_layers} layers are fewer than the {NUM_OUTER} outer ones of the captures")
-    infos = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
-    if params is not None and tuple(params) != infos:
-        name = next((p.name for p, q in zip(params, infos, strict=False) if p != q), "their number")
-        raise NotPeriodicError(f"the model's parameters are not those of a periodic model: {name} differs")
-    graphs = [
-        GraphSchedule(short.kind, _rows(short.operators, long.operators, num_layers, Operator, f"{short.kind} graphs"))
-        for short, long in zip(shallow.graphs, deeper.graphs, strict=True)
-    ]
-    if shallow.also_trained != deeper.also_trained:
-        raise NotPeriodicError("parameters that are trained elsewhere belong to no graph, so nothing follows for them")
-    wholes = [_line((s.held_nbytes, s.also_trained, s.num_samples, s.num_tokens)) for s in (shallow, deeper)]
-    (whole,) = _outside(wholes[:1], wholes[1:], num_layers)
-    held_nbytes, also_trained, num_samples, num_tokens = _decode(whole)
-    return Schedule(infos, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
+    _check_trained([shallow, deeper])
+    return _compared(_Text.of(shallow).deepened(_Text.of(deeper), num_layers).schedule(), params)
 
 
 def mixed_schedule(
@@ -86,15 +111,28 @@ def mixed_schedule(
     ``BASE + 1`` of each kind: all four. Each kind repeats by itself, so this is `periodic_schedule` of either, with the
     same errors.
     """
-    few, more = (periodic_schedule(captures[BASE, n], captures[BASE + 1, n], num_again) for n in (BASE, BASE + 1))
-    return periodic_schedule(few, more, num_kept, params)
+    _check_trained(list(captures.values()))
+    texts = {counts: _Text.of(schedule) for counts, schedule in captures.items()}
+    few, more = (texts[BASE, n].deepened(texts[BASE + 1, n], num_again) for n in (BASE, BASE + 1))
+    return _compared(few.deepened(more, num_kept).schedule(), params)
 
 
-def _rows(
-    short: Sequence[Row], long: Sequence[Row], num_layers: int, kind: Callable[..., Row], what: str
-) -> tuple[Row, ...]:
+def _check_trained(captures: Sequence[Schedule]) -> None:
+    if any(schedule.also_trained != captures[0].also_trained for schedule in captures):
+        raise NotPeriodicError("parameters that are trained elsewhere belong to no graph, so nothing follows for them")
+
+
+def _compared(schedule: Schedule, params: Sequence[ParamInfo] | None) -> Schedule:
+    """``schedule``, whose parameters must be ``params`` of the deep model."""
+    if params is not None and tuple(params) != schedule.params:
+        pairs = zip(params, schedule.params, strict=False)
+        name = next((p.name for p, q in pairs if p != q), "their number")
+        raise NotPeriodicError(f"the model's parameters are not those of a periodic model: {name} differs")
+    return schedule
+
+
+def _rows(a: Sequence[_Line], b: Sequence[_Line], num_layers: int, what: str) -> list[_Line]:
     """The rows of ``num_layers`` layers from those of ``BASE`` and of ``BASE + 1``."""
-    a, b = [_line(_numbered(row)) for row in short], [_line(_numbered(row)) for row in long]
     insertions = _insertions([line.form for line in a], [line.form for line in b], 0, 0)
     if insertions is None:
         raise NotPeriodicError(
@@ -110,7 +148,7 @@ def _rows(
         done_a += start + (BASE - NUM_OUTER) * period
         done_b += start + (BASE + 1 - NUM_OUTER) * period
     lines += _outside(a[done_a:], b[done_b:], num_layers)
-    return tuple(_restored(kind, _decode(line)) for line in lines)
+    return lines
 
 
 def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
@@ -187,22 +225,27 @@ def _checked(form: _Form, numbers: tuple[int, ...]) -> _Line:
 
 def _numbered(row: Operator | ParamInfo) -> tuple[Any, ...]:
     """The fields of ``row``, an operator's name with a number: FX gives the first of several none."""
-    name, *others = astuple(row)
+    name, *others = (getattr(row, field) for field in _FIELDS[type(row)])
     lacks_one = isinstance(row, Operator) and not _NUMBERED.fullmatch(name)
     return (f"{name}_0" if lacks_one else name, *others)
 
 
-def _restored(kind: Callable[..., Row], fields: Sequence[Any]) -> Row:
-    name = str(fields[0])
-    others = (tuple(value) if isinstance(value, list) else value for value in fields[1:])
+def _restored(kind: Callable[..., Row], row: Sequence[Any]) -> Row:
+    name = str(row[0])
+    others = (tuple(value) if isinstance(value, list) else value for value in row[1:])
     return kind(name.removesuffix("_0") if kind is Operator else name, *others)
 
 
-def _line(fields: Sequence[Any]) -> _Line:
-    pieces = _NUMBER.split(json.dumps(fields, ensure_ascii=False))
-    return _Line(tuple(pieces[::2]), tuple(int(piece) for piece in pieces[1::2]))
+def _line(values: Sequence[Any]) -> _Line:
+    pieces = _NUMBER.split(_ENCODER.encode(values))
+    return _Line(tuple(pieces[::2]), tuple(map(int, pieces[1::2])))
 
 
-def _decode(line: _Line) -> Any:
-    numbers = (*(str(number) for number in line.numbers), "")
-    return json.loads("".join(piece + number for piece, number in zip(line.form, numbers, strict=True)))
+def _decoded(lines: Sequence[_Line]) -> list[Any]:
+    """The values of each line."""
+    texts = (line.form[0] + "".join(map(_joined, line.numbers, line.form[1:])) for line in lines)
+    return list(json.loads(f"[{','.join(texts)}]"))
+
+
+def _joined(number: int, text: str) -> str:
+    return f"{number}{text}"
