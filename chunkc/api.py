@@ -182,7 +182,7 @@ def compile(  # the name that torch.compile taught users
             cast_inputs=computed if mixed else None,
             compiler=compiler,
             passes=passes,
-            fullgraph=fullgraph or views.is_any,
+            fullgraph=fullgraph or views.is_any or ranks.context is not None,
             ranks_per_node=machine.gpus_per_node,
             in_fp32=in_fp32,
             examples=examples,

@@ -7,6 +7,7 @@ returns the memory it will fill; ``wait_tensor`` returns the same memory once it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,39 @@ from torch.distributed import distributed_c10d
 
 _NAMESPACES: Final = ("_c10d_functional::", "_dtensor::")
 _WAIT: Final = "_c10d_functional::wait_tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLine:
+    """The ranks that have slices of the same sequences: their process group, and the place of this one's slice."""
+
+    group_name: str
+    size: int
+    place: int
+
+
+def gathered(part: torch.Tensor, line: ContextLine) -> torch.Tensor:
+    """The parts of all ranks of ``line``, in their order along the first dimension.
+
+    Backward gives each rank the sum of what all of them have for its part. ``part``: contiguous, equal in shape.
+    torch's own function for it has another name in 2.13 than in 2.11.
+    """
+    whole: torch.Tensor = _Gathered.apply(part, line)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, part: torch.Tensor, line: ContextLine) -> torch.Tensor:
+        context.line = line
+        ops: Any = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_gather_into_tensor(part, line.size, line.group_name))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(context: Any, whole: torch.Tensor) -> tuple[torch.Tensor, None]:
+        line, ops = context.line, torch.ops._c10d_functional
+        started = ops.reduce_scatter_tensor(whole.contiguous(), "sum", line.size, line.group_name)
+        return ops.wait_tensor(started), None
 
 
 def is_dtensor(value: object) -> bool:

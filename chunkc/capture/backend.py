@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from chunkc._torch_compat.collectives import is_dtensor, share_waited
+from chunkc._torch_compat.collectives import ContextLine, is_dtensor, share_waited
 from chunkc._torch_compat.core import (
     aot_backend,
     dynamo_example,
@@ -36,6 +36,7 @@ from chunkc._torch_compat.core import (
 from chunkc._torch_compat.partitioning import merge_equal
 from chunkc._torch_compat.release import forget_source
 from chunkc._torch_compat.symbolic import has_unbacked_size
+from chunkc.capture.attention.in_slices import attend_across
 from chunkc.capture.budgets import BudgetSchedules, GraphChooser
 from chunkc.capture.graphs import Captured, SymbolicIteration, build
 from chunkc.capture.partition import check_outputs, copied, partition, recomputable_layers
@@ -61,7 +62,8 @@ class TracingOptions:
     """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel.
 
     ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`. ``device_type``: whose
-    kernels will run what is traced; None for those of the device it is traced on.
+    kernels will run what is traced; None for those of the device it is traced on. ``context``: the ranks that have
+    slices of the same sequences, if any.
     """
 
     decompositions: Mapping[Any, Any] | None = None
@@ -69,12 +71,18 @@ class TracingOptions:
     fuses: bool = False
     pieces: PieceSize = PieceSize()  # noqa: RUF009 - frozen
     device_type: str | None = None
+    context: ContextLine | None = None
 
     def rewrites(self, module: GraphModule) -> dict[str, Any]:
         """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose.
 
         A graph that computes on DTensors stays as it is: pieces would be of parts.
+
+        Raises:
+            CaptureError: where ranks have slices of sequences, as of `attend_across`.
         """
+        if self.context is not None:
+            attend_across(module, self.context)
         if not any(is_dtensor(dynamo_value(node)) for node in module.graph.nodes):
             rewrite(module, self.pieces)
         if self.decompositions is None:

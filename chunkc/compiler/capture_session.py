@@ -12,15 +12,18 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
-from chunkc.capture.backend import ModelTensors, capture_graph
+from chunkc.capture.attention.in_slices import AttentionOfSlices
+from chunkc.capture.backend import ModelTensors, TracingOptions, capture_graph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, kept_choices
 from chunkc.compiler.graph_entry import MAX_COMPILED_SIZES, GraphEntry, SizedEntries
@@ -83,13 +86,30 @@ class CaptureSession:
         self._least: dict[Tier, int] = {}
         settings.compiler.begin(runtime.device.torch_device)
 
+    @property
+    def tracing(self) -> TracingOptions:
+        """How graphs of this model are traced on this rank."""
+        return replace(self.settings.compiler.tracing, context=self.runtime.ranks.context)
+
+    def plain_attention(self) -> AbstractContextManager[object]:
+        """Within the block attention that runs without a graph sees the slices of all ranks, where there are some."""
+        context = self.runtime.ranks.context
+        return nullcontext() if context is None else AttentionOfSlices(context)
+
+    def sizes_of_slices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """Lines on which ranks with slices of the same sequences must agree: the sizes of theirs."""
+        if self.runtime.ranks.context is None:
+            return []
+        tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
+        return [f"slices of {', '.join(str(list(tensor.shape)) for tensor in tensors)}"]
+
     def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""
         compiler = self.settings.compiler
         entries = SizedEntries(weakly(self._make), weakly(self.graphs.let_go), compiles=compiler.fuses)
         choose = budget_chooser(self.request())
         captured, code = capture_graph(
-            *(module, example_inputs, self.tensors, compiler.tracing, entries.forward, entries.backward),
+            *(module, example_inputs, self.tensors, self.tracing, entries.forward, entries.backward),
             choose=choose,
             trains_scalar=self.graphs.trains_scalar,
         )

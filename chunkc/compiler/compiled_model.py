@@ -78,7 +78,8 @@ class CompiledModel:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
         if self.is_open:
-            return call_plain(self._model, args, kwargs)
+            with self.session.plain_attention():
+                return call_plain(self._model, args, kwargs)
         with self.runtime.ranks.agreement_scope():
             return self._call(args, kwargs)
 

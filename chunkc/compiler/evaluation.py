@@ -84,7 +84,8 @@ class Evaluator:
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"
-        self._session.runtime.ranks.agree(Kind.EVALUATE, lambda: [way])
+        sizes = self._session.sizes_of_slices(args, kwargs)
+        self._session.runtime.ranks.agree(Kind.EVALUATE, lambda: [way, *sizes])
         self._seen.add(signature)
         self._last = signature
         if reason is None:
@@ -101,7 +102,8 @@ class Evaluator:
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain forward, in which every parameter gathers itself."""
         try:
-            return call_plain(self._session.model, args, kwargs)
+            with self._session.plain_attention():
+                return call_plain(self._session.model, args, kwargs)
         except RankError:
             raise
         except Exception:  # whatever the model raises: the others may be reading a parameter
@@ -151,7 +153,7 @@ class Evaluator:
         session, entry = self._session, _Entry()
         runtime, training, compiler = session.runtime, session.runtime.executor, session.settings.compiler
         captured, code = capture_graph(
-            module, example_inputs, session.tensors, compiler.tracing, entry.forward, evaluates=True
+            module, example_inputs, session.tensors, session.tracing, entry.forward, evaluates=True
         )
         if captured.tangents is not None:
             raise CaptureError("the forward turns gradients on although the call has turned them off")

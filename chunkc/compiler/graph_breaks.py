@@ -70,7 +70,7 @@ class BrokenForwards:
         compiler = session.settings.compiler
         entries = SizedEntries(weakly(self._make), weakly(session.graphs.let_go), compiles=compiler.fuses)
         captured, code = capture_graph(
-            *(module, example_inputs, session.tensors, compiler.tracing, entries.forward, entries.backward),
+            *(module, example_inputs, session.tensors, session.tracing, entries.forward, entries.backward),
             evaluates=True,
         )
         if captured.tangents is not None:

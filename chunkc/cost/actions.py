@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from chunkc.cost.rates import CostRates, Links, update_nbytes
 from chunkc.cost.sharing import COPY_RESOURCES, FROM_DEVICE, HOST_DRAM, TO_DEVICE, Use
 from chunkc.cost.spread import Dims, Spread, all_gather_ms, all_reduce_ms, parts_ms, spread_of
-from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, TP
+from chunkc.distributed.mesh import CP, DP_REPLICATE, DP_SHARD, TP
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
@@ -150,7 +150,7 @@ class ActionCosts:
         return self._rates.links
 
     def _spread(self, name: str) -> Spread:
-        return spread_of(self._dims, name, self._links().gpus_per_node)
+        return spread_of(sharing_dims(self._dims), name, self._links().gpus_per_node)
 
     def _sum(self, action: Action) -> tuple[float, int, int]:
         """Every rank has the two float64 of each, and adds them up."""
@@ -215,6 +215,17 @@ def dims_of(plan: Plan) -> Dims:
     return plan.mesh or ((DP_REPLICATE, layout.num_replicas), (DP_SHARD, layout.world_size))
 
 
+def sharing_dims(dims: Dims) -> Dims:
+    """``dims`` with the ranks along ``cp``, which stand within those along ``dp_shard``, as ranks along that."""
+    sizes = dict(dims)
+    num_context = sizes.pop(CP, 1)
+    if num_context == 1:
+        return dims
+    if DP_SHARD in sizes:
+        return tuple((name, size * num_context if name == DP_SHARD else size) for name, size in sizes.items())
+    return tuple((DP_SHARD if name == CP else name, size) for name, size in dims)
+
+
 def segment_ms(segment: Segment, rates: CostRates, dims: Dims = ()) -> float:
     """Milliseconds of a segment of a plan for the mesh ``dims``."""
     return sum(work_ms(work, rates, dims) for work in segment.work)
@@ -238,11 +249,11 @@ def work_ms(work: Work, rates: CostRates, dims: Dims = ()) -> float:
 
 
 def _exchange_ms(work: Work, rates: CostRates, dims: Dims) -> float:
-    """Milliseconds of collectives along ``tp``, or, without one, between devices of a node."""
+    """Milliseconds of collectives along ``tp``, or ``cp``, or, without either, between devices of a node."""
     links = rates.links
     if links is None:
         raise HardwareError(f"the model exchanges values between ranks, but {rates.hw} has no rates of links")
-    line = spread_of(dims, TP, links.gpus_per_node)
+    line = spread_of(dims, CP if CP in dict(dims) else TP, links.gpus_per_node)
     if line.num_ranks == 1:
         line = Spread(2, shares_node=True, num_received=0)
     return parts_ms(work.nbytes / (line.num_ranks - 1), line, links) + work.num_kernels * links.hop_us * 1e-3

@@ -24,6 +24,7 @@ from chunkc.cost.engine import Engine, Task
 from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.cost.read import critical_path, peaks_of, slices_of, stalls_of, stream_times
 from chunkc.cost.timeline import OVERHEAD, Flops, Peaks, Timeline
+from chunkc.distributed.mesh import CP
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -114,10 +115,11 @@ def _waits(plan: Plan) -> tuple[tuple[str, ...], ...]:
 
 def facts_of(plan: Plan) -> Facts:
     ranks, times = plan.layout.num_ranks, plan.accumulate
+    num_slices = dict(plan.mesh).get(CP, 1)
     return Facts(
         plan_digest=plan.digest(),
         model=plan.model,
-        num_samples=plan.num_samples * ranks * times,
+        num_samples=plan.num_samples * ranks // num_slices * times,
         num_tokens=plan.num_tokens * ranks * times,
         world_size=ranks,
         flops=_repeated(flops_of(plan), times),

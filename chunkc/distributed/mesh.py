@@ -7,6 +7,9 @@ Dimensions have torchtitan's names. Of eight ranks under ``dp_replicate=2,dp_sha
     dp_shard         0 and 2, 1 and 3, ...      divide chunks; take batches of their own
     dp_replicate     0 and 4, 1 and 5, ...      have copies of the same chunks; take batches of their own
 
+Ranks along ``cp`` (context parallelism) stand between ``dp_shard`` and ``tp``. They take slices of the same sequences,
+and divide chunks as ranks along ``dp_shard`` do: to all but attention a slice is a batch.
+
 The *column* of a rank is the ranks with its place along ``tp``. They train the same parameters, each on its own batch:
 the parts that the column's place has of tensors divided along ``tp``, and whole tensors. Columns exchange what the
 model's own operators exchange, norms of gradients, and agreements.
@@ -26,14 +29,14 @@ from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.errors import ChunkcError
 
 PP: Final = "pp"
+CP: Final = "cp"
 DP_REPLICATE: Final = "dp_replicate"
 DP_SHARD: Final = "dp_shard"
 TP: Final = "tp"
 SUPPORTED: Final = (DP_REPLICATE, DP_SHARD, TP)
-"""Dimensions that the ranks of a stage may have, those along which neighbours differ last; a pipeline has `PP`, too."""
+"""Dimensions of `RankMesh`, those along which neighbours differ last; `CP` counts as ``dp_shard``."""
 
-_PLANNED: Final = ("cp",)
-_ALL: Final = (PP, *SUPPORTED)
+_ALL: Final = (PP, DP_REPLICATE, DP_SHARD, CP, TP)
 _EXAMPLE: Final = 'torch.distributed.init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp_shard", "tp"))'
 
 
@@ -41,7 +44,8 @@ _EXAMPLE: Final = 'torch.distributed.init_device_mesh("cuda", (2, 4), mesh_dim_n
 class RankMesh:
     """The ranks of one stage by their places along `SUPPORTED`, each of one rank or more.
 
-    ``ranks`` in the order of their places; those of a column, and of each line along a dimension, ascend. ``stages``:
+    ``ranks`` in the order of their places; those of a column, and of each line along a dimension, ascend.
+    ``num_context``: neighbours of the ``num_sharing`` ranks, which have slices of the same sequences. ``stages``:
     those of all stages of the job, where there are several. ``name`` tells pipelines of one job apart. ``dims``: names
     and sizes of all dimensions of two ranks or more, in the order of the job's ranks; none where `of_data` has it.
     """
@@ -53,6 +57,7 @@ class RankMesh:
     stages: tuple[tuple[int, ...], ...] = ()
     name: str = ""
     dims: tuple[tuple[str, int], ...] = ()
+    num_context: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -93,12 +98,25 @@ class RankMesh:
         starts = range(0, len(self.ranks), self.num_tensor)
         return tuple(self.ranks[start : start + self.num_tensor] for start in starts)
 
+    @property
+    def context_lines(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of all stages that have slices of the same sequences, in the order of the slices."""
+        step, size = self.num_tensor, self.num_tensor * self.num_context
+        return tuple(
+            stage[start + place : start + size : step]
+            for stage in self.stages
+            for start in range(0, len(stage), size)
+            for place in range(step)
+        )
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """Position of a rank in its column, and the column's place along ``tp``."""
         return divmod(self.ranks.index(rank), self.num_tensor)
 
     def __str__(self) -> str:
-        sizes = zip(_ALL, (self.num_stages, *self.shape), strict=True)
+        num_sharing = self.num_sharing // self.num_context
+        numbers = (self.num_stages, self.num_replicas, num_sharing, self.num_context, self.num_tensor)
+        sizes = zip(_ALL, numbers, strict=True)
         return ",".join(f"{name}={size}" for name, size in sizes if size > 1)
 
 
@@ -133,14 +151,20 @@ def rank_mesh(
             "each of them once, in their order"
         )
     dims = [(name, size) for name, size in sizes.items() if size > 1]
-    num_replicas, num_sharing, num_tensor = (sizes.get(name, 1) for name in SUPPORTED)
+    num_replicas, num_sharing, num_context, num_tensor = (sizes.get(name, 1) for name in _ALL[1:])
     in_order = _transposed(tuple(ranks), dims)
     size = len(in_order) // sizes.get(PP, 1)
     stages = tuple(in_order[start : start + size] for start in range(0, len(in_order), size))
     own = next(stage for stage in stages if rank in stage)
     own_dims = () if {name for name, _ in dims} <= {DP_REPLICATE, DP_SHARD} else tuple(dims)
     name = name if len(stages) > 1 else ""
-    laid_out = RankMesh(num_replicas, num_sharing, num_tensor, own, stages, name, own_dims)
+    divides = (num_replicas, num_sharing * num_context, num_tensor)
+    if num_context > 1 and (num_tensor > 1 or len(stages) > 1):
+        raise ChunkcError(
+            f"the mesh {_text(sizes)} has cp beside tp or pp: so far sequences are divided over ranks along "
+            "dp_replicate, dp_shard and cp alone"
+        )
+    laid_out = RankMesh(*divides, own, stages, name, own_dims, num_context)
     _check_order(laid_out, sizes)
     return laid_out
 
@@ -169,12 +193,12 @@ def _sizes_of_text(text: str, num_ranks: int, owner: str) -> dict[str, int]:
 
 
 def _check_names(sizes: Mapping[str, int]) -> None:
-    unknown = [name for name, size in sizes.items() if name not in _ALL and (size > 1 or name not in _PLANNED)]
+    unknown = [name for name in sizes if name not in _ALL]
     if unknown:
         raise ChunkcError(
             f"the mesh has dimensions {', '.join(map(repr, unknown))}; supported are {', '.join(_ALL)}: stages of a "
-            "pipeline, ranks that copy chunks, that divide them, and that compute one forward together (tensor "
-            "parallelism)"
+            "pipeline, ranks that copy chunks, that divide them, that have slices of sequences (context parallelism), "
+            "and that compute one forward together (tensor parallelism)"
         )
 
 
@@ -193,7 +217,9 @@ def _transposed(ranks: tuple[int, ...], dims: Sequence[tuple[str, int]]) -> tupl
 def _check_order(mesh: RankMesh, sizes: Mapping[str, int]) -> None:
     """Refuse replicas whose ranks come between those of others, and one rank for each replica."""
     if any(list(column) != sorted(column) for column in mesh.columns):
-        raise ChunkcError(f"the mesh {_text(sizes)} has dp_shard before dp_replicate: name dp_replicate first")
+        raise ChunkcError(
+            f"the mesh {_text(sizes)} has its dimensions in another order than dp_replicate, dp_shard, cp: name them so"
+        )
     if mesh.num_replicas > 1 and mesh.num_sharing == 1:
         raise ChunkcError(
             f"the mesh {_text(sizes)} copies chunks that nobody divides; name that dimension dp_shard: ranks that "

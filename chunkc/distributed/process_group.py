@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from chunkc._torch_compat.collectives import ContextLine
 from chunkc._torch_compat.distributed import (
     Group,
     Store,
@@ -67,6 +68,7 @@ class Ranks:
         shard_rank: its place among the ranks that divide the model data of its ``replica``.
         job_rank: its place among the ``job_size`` ranks of the job.
         tensor_rank: its place among the ``tensor_size`` ranks that compute one forward together.
+        context: those that have slices of the same sequences; None where none do.
         uncounted: parameters that another of these has just the same, whose gradients norms count there.
         line: the ranks with this one's place in the other stages; None where there is no pipeline.
         all_stages: all ranks of the job; None where they are one stage.
@@ -80,6 +82,7 @@ class Ranks:
     job_size = 1
     tensor_rank = 0
     tensor_size = 1
+    context: ContextLine | None = None
     uncounted: frozenset[int] = frozenset()
     line: StageLine | None = None
     all_stages: Ranks | None = None
@@ -199,6 +202,7 @@ class JobRanks(Ranks):
         self._concurrent: JobRanks | None = None
         self._agreement: Group | None = new_group("gloo", timeout, torch.device("cpu"), mesh.stages)
         self._control: Group | None = self._agreement
+        self._context: Group | None = None
         self._data_groups: dict[str, DataGroup] = {}
         self._num_agreements = 0
 
@@ -225,11 +229,11 @@ class JobRanks(Ranks):
         return [int(n) for n in numbers]
 
     def _differing(self, digests: Sequence[int], of_models: Sequence[int]) -> list[int]:
-        """Ranks that differ: all by ``digests``, or by ``of_models`` the first that compute one forward."""
+        """Ranks that differ: all by ``digests``, or by ``of_models`` the first that compute a forward together."""
         if len(set(digests)) > 1:
             return list(range(self.job_size))
         places = sorted(self.mesh.ranks)
-        for line in self.mesh.tensor_lines:
+        for line in (*self.mesh.tensor_lines, *self.mesh.context_lines):
             ranks = [places.index(rank) for rank in line]
             if len({of_models[rank] for rank in ranks}) > 1:
                 return ranks
@@ -305,6 +309,8 @@ class JobRanks(Ranks):
         sizes = {dim: size for dim, size in zip(SUPPORTED, self.mesh.shape, strict=True) if size > 1}
         try:
             self._divide_control()
+            if self.mesh.num_context > 1:
+                self._connect_context(backend, device)
             mesh = new_mesh(backend, self._timeout, device, sizes, self.mesh.stages)
             for dim in sizes:
                 is_direct = backend == "gloo"
@@ -314,6 +320,11 @@ class JobRanks(Ranks):
         except Exception as error:  # whatever backends raise
             place = f"rank {self.job_rank} of {self.job_size}"
             raise RankError(f"{place} cannot set up exchanges by {backend}: {error}") from error
+
+    def _connect_context(self, backend: str, device: torch.device) -> None:
+        group = self._context = new_group(backend, self._timeout, device, self.mesh.context_lines)
+        place = self.rank % self.mesh.num_context
+        self.context = ContextLine(str(group.group_name), self.mesh.num_context, place)
 
     def _divide_control(self) -> None:
         """Give columns control groups of their own where there are several."""
@@ -354,7 +365,8 @@ class JobRanks(Ranks):
         except BaseException as error:
             with suppress(Exception):  # what was launched may fail as well, and is not what ended this
                 settle()
-            if self.tensor_size > 1 and is_exchange_error(error):  # of the model's own collectives
+            has_own = self.tensor_size > 1 or self.context is not None
+            if has_own and is_exchange_error(error):  # of the model's own collectives
                 failure = self._failures.exchange_failed(place, time.monotonic() - begun_s, error)
                 self.close()
                 raise failure from error
@@ -364,8 +376,8 @@ class JobRanks(Ranks):
             raise
 
     def close(self) -> None:
-        between = {group for group in (self._control, self._agreement) if group is not None}
-        self._control, self._agreement = None, None
+        between = {group for group in (self._control, self._agreement, self._context) if group is not None}
+        self._control, self._agreement, self._context = None, None, None
         while between:  # others wait on one until nobody holds it
             end_group(between.pop())
         groups, self._data_groups = self._data_groups, {}

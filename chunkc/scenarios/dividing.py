@@ -17,19 +17,28 @@ from chunkc._torch_compat.collectives import is_dtensor
 from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.distributed.mesh import TP, RankMesh
 from chunkc.errors import ChunkcError
+from chunkc.scenarios.slicing import sliced
 
 logger = logging.getLogger("chunkc")
 
 
 @contextmanager
 def divided(model: nn.Module, mesh: DeviceMesh | str | None, ranks: RankMesh, device_type: str) -> Iterator[None]:
-    """Divide a transformers model over the ranks along ``tp``, for good unless the block raises.
+    """Divide a transformers model over the ranks along ``tp``, or let it see slices of all along ``cp``.
 
-    Other models, divided ones, and ranks without ``tp`` are left as they are. All ranks of the job call it.
+    For good, unless the block raises. Other models, divided ones, and ranks without ``tp`` and ``cp`` are left as they
+    are. All ranks of the job call it.
 
     Raises:
-        ChunkcError: for an architecture without a plan, sizes that the ranks do not divide, GPT-2, and GPUs.
+        ChunkcError: for an architecture without a plan, sizes that the ranks do not divide, GPT-2, and GPUs; for one
+            whose attention over slices is not known.
     """
+    with sliced(model, ranks), _divided(model, mesh, ranks, device_type):
+        yield
+
+
+@contextmanager
+def _divided(model: nn.Module, mesh: DeviceMesh | str | None, ranks: RankMesh, device_type: str) -> Iterator[None]:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if ranks.num_tensor == 1 or kind is None or any(map(is_dtensor, model.parameters())):
         yield

@@ -6,7 +6,7 @@ import pytest
 from costs import COPY, LINKS, RATES, copies, rates, with_work
 from plans import distributed, evicting, grad_chunk, spanning, streaming
 
-from chunkc.cost.actions import ActionCosts
+from chunkc.cost.actions import ActionCosts, sharing_dims
 from chunkc.cost.rates import CopyLaw, cost_rates, update_nbytes
 from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE
 from chunkc.errors import HardwareError
@@ -123,6 +123,21 @@ def test_ranks_that_divide_chunks_may_stand_on_other_nodes() -> None:
     assert costs.of(parse("gather g0 @comm")).alone_ms == pytest.approx(4 * 256 / 128)
     in_node = ActionCosts(plan, RATES)
     assert in_node.of(parse("gather g0 @comm")).alone_ms == pytest.approx(1.0)
+
+
+def test_ranks_with_slices_exchange_chunks_as_those_that_divide_them() -> None:
+    """And keys and values among themselves: of two slices on two nodes, over the network of 128 bytes a ms."""
+    work = (Work(Kind.LINK, "", 0, 768, 2),)
+    plan = distributed().build()
+    plan = replace(plan, segments=(replace(plan.segments[0], work=work), *plan.segments[1:]))
+    links = replace(LINKS, gpus_per_node=1, node_gb_per_s=128e-6, hop_us=500.0)
+    alone, sliced = (ActionCosts(p, rates(links=links)) for p in (plan, replace(plan, mesh=(("cp", 2),))))
+    gather, run = parse("gather g0 @comm"), parse("run fwd.0 @compute")
+    assert sliced.of(gather).alone_ms == alone.of(gather).alone_ms > 0
+    assert sliced.of(run).alone_ms == pytest.approx(768 / 128 + 1.0)
+    assert sharing_dims((("dp_replicate", 2), ("dp_shard", 3), ("cp", 2))) == (("dp_replicate", 2), ("dp_shard", 6))
+    assert sharing_dims((("dp_replicate", 2), ("cp", 2))) == (("dp_replicate", 2), ("dp_shard", 2))
+    assert sharing_dims((("dp_shard", 2), ("tp", 2))) == (("dp_shard", 2), ("tp", 2))
 
 
 def test_what_a_model_exchanges_goes_the_way_of_its_tensor_ranks() -> None:

@@ -10,7 +10,7 @@ import pytest
 from costs import RATES, calibration, rates, with_work
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from plans import SPECS, evicting, resident
+from plans import SPECS, distributed, evicting, resident
 from plans import chain as slots_in_turn
 from schedules import chain as layers
 from schedules import gpt_like, planned, planned_somewhere, requests, target
@@ -117,6 +117,13 @@ def test_tokens_and_operations_per_second() -> None:
     assert timeline.hardware_tflops == pytest.approx((3e9 + 12e9) / seconds / 1e12)
     assert timeline.patrickstar_tflops == pytest.approx(192 * 50 * 8 / seconds / 1e12)  # 192 parameters
     assert simulate_with(replace(plan, num_tokens=0), RATES).patrickstar_tflops is None
+
+
+def test_slices_of_one_sequence_are_one_sample() -> None:
+    plan = replace(distributed().build(), num_tokens=50, num_samples=5)
+    timelines = [simulate_with(replace(plan, mesh=mesh), RATES) for mesh in ((), (("cp", 2),))]
+    assert [timeline.num_samples for timeline in timelines] == [10, 5]
+    assert [timeline.num_tokens for timeline in timelines] == [100, 100]
 
 
 # --- laws on random plans ---------------------------------------------------------------------------------------------

@@ -25,6 +25,15 @@ def test_tensor_ranks_are_neighbours() -> None:
     assert mesh.place_of(5) == (2, 1)
 
 
+def test_ranks_with_slices_of_the_same_sequences_divide_chunks() -> None:
+    mesh = rank_mesh("dp_replicate=2,cp=2", 8, DATA)
+    assert mesh.shape == (2, 4, 1) and str(mesh) == "dp_replicate=2,dp_shard=2,cp=2"
+    assert mesh.num_context == 2 and mesh.context_lines == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.dims == (("dp_replicate", 2), ("dp_shard", 2), ("cp", 2))
+    assert rank_mesh("cp=8", 8, DATA).context_lines == (tuple(range(8)),)
+    assert DATA.context_lines == tuple((rank,) for rank in range(8))
+
+
 def test_plans_state_a_mesh_that_sizes_alone_do_not() -> None:
     dims = (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
     assert rank_mesh("dp_replicate=2,dp_shard=2,tp=2", 8, DATA).dims == dims
@@ -63,7 +72,8 @@ def test_dp_shard_takes_what_is_left(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("cp=2", "supported are pp, dp_replicate, dp_shard, tp"),
+        ("ep=2", "supported are pp, dp_replicate, dp_shard, cp, tp"),
+        ("cp=2,tp=2,dp_shard=2", "has cp beside tp or pp"),
         ("data=8", "supported are"),
         ("tp=3", "has 3 ranks, and the job has 8"),
         ("tp=2,dp_shard=2", "has 4 ranks, and the job has 8"),

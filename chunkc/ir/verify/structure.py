@@ -86,9 +86,9 @@ def _check_mesh(plan: Plan) -> None:
     text = ",".join(f"{name}={size}" for name, size in plan.mesh)
     if len(sizes) < len(plan.mesh) or any(size < 2 for size in sizes.values()) or prod(sizes.values()) > _MAX_RANKS:
         raise PlanError(f"mesh {text}: each dimension once, of two ranks or more, and at most {_MAX_RANKS} in all")
-    for name, size in (("dp_shard", layout.world_size), ("dp_replicate", layout.num_replicas)):
-        if sizes and sizes.get(name, 1) != size:
-            raise PlanError(f"mesh {text} of a layout of {size} ranks along {name}")
+    for names, size in ((("dp_shard", "cp"), layout.world_size), (("dp_replicate",), layout.num_replicas)):
+        if sizes and prod(sizes.get(name, 1) for name in names) != size:
+            raise PlanError(f"mesh {text} of a layout of {size} ranks along {' and '.join(names)}")
 
 
 def _check_layout(layout: Layout) -> None:

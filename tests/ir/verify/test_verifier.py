@@ -66,7 +66,7 @@ def test_three_thousand_actions_take_less_than_two_seconds() -> None:
 @pytest.mark.parametrize(
     ("mesh", "part"),
     [
-        ((("dp_shard", 4), ("tp", 2)), "mesh dp_shard=4,tp=2 of a layout of 2 ranks along dp_shard"),
+        ((("dp_shard", 4), ("tp", 2)), "mesh dp_shard=4,tp=2 of a layout of 2 ranks along dp_shard and cp"),
         ((("tp", 2),), "of a layout of 2 ranks along dp_shard"),
         ((("dp_replicate", 2), ("dp_shard", 2)), "of a layout of 1 ranks along dp_replicate"),
         ((("dp_shard", 2), ("dp_shard", 2)), "each dimension once"),

@@ -159,6 +159,12 @@ RECEIVED = {
 """By collective: bytes that a rank receives by one of a tensor of so many, by the ring algorithms."""
 
 
+def received_nbytes(profile: torch.profiler.profile, size: int) -> int:
+    """Bytes of float32 that a rank of ``size`` received by functional collectives, from what each was handed."""
+    events = [event for event in profile.events() or () if event.name in RECEIVED]
+    return sum(RECEIVED[event.name](4 * prod(event.input_shapes[0]), size) for event in events)
+
+
 def exchanged_by_model(work: Parallel) -> tuple[int, int]:
     """Bytes that this rank receives by the model's collectives in one iteration: by the plan, and as counted."""
     model, batch = compiled(work, ROOMY), PARALLEL_CASES[work.name].batches()[0]
@@ -168,10 +174,7 @@ def exchanged_by_model(work: Parallel) -> tuple[int, int]:
             model(**batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    size, counted = dict(work.mesh)["tp"], 0
-    for event in profile.events() or ():
-        if event.name in RECEIVED:
-            counted += RECEIVED[event.name](4 * prod(event.input_shapes[0]), size)
+    counted = received_nbytes(profile, dict(work.mesh)["tp"])
     segments = chunkc.plan_of(model).segments
     return sum(w.nbytes for s in segments for w in s.work if w.kind is Kind.LINK), counted
 

@@ -1,0 +1,117 @@
+"""Attention over slices: what it computes for a slice that is the whole, and what a graph must not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.fx import GraphModule
+
+from chunkc._torch_compat.collectives import ContextLine
+from chunkc._torch_compat.fake_job import fake_job
+from chunkc.capture.attention import in_slices
+from chunkc.capture.attention.in_slices import AttentionOfSlices, attend_across, attention_of_slice
+from chunkc.errors import CaptureError
+
+LENGTH = 7
+
+
+@pytest.fixture
+def line() -> Iterator[ContextLine]:
+    """One rank, whose slice is the whole sequence."""
+    with fake_job(1):
+        group = dist.group.WORLD
+        assert group is not None
+        yield ContextLine(group.group_name, 1, 0)
+
+
+def operands(num_heads: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 2, LENGTH, 4), (3, num_heads, LENGTH, 4), (3, num_heads, LENGTH, 4)]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("mask_nbytes", [1, 3 * LENGTH, 1 << 20])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"is_causal": True, "scale": 0.3}, {}])
+def test_a_slice_that_is_the_whole_attends_as_ever(
+    options: dict[str, object], mask_nbytes: int, line: ContextLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever number of queries have their mask at a time; gradients too."""
+    monkeypatch.setattr(in_slices, "MASK_NBYTES", mask_nbytes)
+    given, others = operands(), operands()
+    place = {"group_name": line.group_name, "size": line.size, "place": line.place}
+    found = attention_of_slice(*given, **place, **options)  # type: ignore[arg-type]
+    wanted = F.scaled_dot_product_attention(*others, **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, wanted)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    for tensor, other in zip(given, others, strict=True):
+        torch.testing.assert_close(tensor.grad, other.grad)
+
+
+def test_operator_by_operator_attention_is_that_of_slices(line: ContextLine) -> None:
+    given = operands(num_heads=1)
+    with AttentionOfSlices(line), torch.no_grad():
+        found = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
+        with pytest.raises(CaptureError, match="handed a mask"):
+            F.scaled_dot_product_attention(*given, attn_mask=torch.ones(LENGTH, LENGTH))
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True))
+
+
+def graph_of(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> GraphModule:
+    """The graph that Dynamo makes of ``function``."""
+    graphs: list[GraphModule] = []
+
+    def keep(module: GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(module)
+        return module.forward
+
+    torch.compile(function, backend=keep, fullgraph=True)(*args)
+    return graphs[0]
+
+
+def test_every_attention_of_a_graph_is_replaced(line: ContextLine) -> None:
+    def twice(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        hidden = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return F.scaled_dot_product_attention(hidden, key, value)
+
+    given = operands()
+    module = graph_of(twice, *given)
+    attend_across(module, line)
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert targets == [attention_of_slice] * 2
+    torch.testing.assert_close(module(*given)[0], twice(*given))
+
+
+def with_own_positions(x: torch.Tensor) -> torch.Tensor:
+    x = x + torch.arange(x.shape[-2]).unsqueeze(1)
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def with_scores(x: torch.Tensor) -> torch.Tensor:
+    scores = (x @ x.mT).softmax(-1)
+    return F.scaled_dot_product_attention(scores @ x, x, x)
+
+
+def with_other_softmax(x: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(x.softmax(-1) + torch.arange(4), x, x)
+
+
+@pytest.mark.parametrize(
+    ("function", "part"),
+    [
+        (with_own_positions, r"counts 7 positions by itself \(torch.arange\)"),
+        (with_scores, "scores of attention by softmax"),
+        (torch.sin, "calls no scaled_dot_product_attention"),
+    ],
+)
+def test_what_sees_one_slice_is_refused(function: Callable[..., torch.Tensor], part: str, line: ContextLine) -> None:
+    with pytest.raises(CaptureError, match=part):
+        attend_across(graph_of(function, torch.ones(1, 2, LENGTH, 4)), line)
+
+
+def test_sizes_that_are_none_of_the_sequence_are_not(line: ContextLine) -> None:
+    attend_across(graph_of(with_other_softmax, torch.ones(1, 2, LENGTH, 4)), line)

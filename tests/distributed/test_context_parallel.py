@@ -1,0 +1,135 @@
+"""Models under context parallelism train as one process does on whole sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accumulating import train_large, train_plain_16_in_parts
+from equalities import ERROR_RATIO
+from job import Pool, only_call
+from models import loss_of
+from rank_context import (
+    SHARD_AND_CP,
+    Sliced,
+    compute_length_of_rank,
+    evaluate,
+    exchanged,
+    refusals,
+    train,
+    train_for_ever,
+)
+from rank_tensor import DoneParallel
+from rank_training import together
+from training import Trained, assert_same_semantics, largest_error, train_measured
+
+pytestmark = pytest.mark.distributed
+NAMES = ("llama", "gpt", "hf_llama", "hf_gpt2", "hf_bert", pytest.param("hf_qwen3", marks=pytest.mark.slow))
+
+
+def train_clipped(work: Sliced) -> tuple[Trained, list[float]]:
+    """One process on whole sequences, clipped to 0.5 by torch; and the norms before that."""
+    model, clip, norms = work.case.build(), torch.nn.utils.clip_grad_norm_, list[float]()
+    optimizer = work.recipe.plain(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: norms.append(clip(model.parameters(), 0.5).item()))
+    batches = [work.case.batches()[step % 4] for step in range(work.recipe.num_steps)]
+    return train_measured(model, batches, optimizer, work.recipe), norms
+
+
+def check(found: list[DoneParallel], work: Sliced, num_lines: int) -> None:
+    """Losses are means over slices; all ranks have the same values, those of one process on whole sequences."""
+    wanted = train_large(work.case, work.recipe, num_lines * work.accumulate)
+    assert_same_semantics(together([done.trained for done in found]), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_slices_train_as_one_process(name: str, two_ranks: Pool) -> None:
+    """On the smallest machine that works, so that chunks move."""
+    work = Sliced(name, hw=None)
+    found = two_ranks.run(train, work)
+    check(found, work, 1)
+    assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2"])
+def test_slices_beside_data_ranks(name: str, four_ranks: Pool) -> None:
+    work = Sliced(name, SHARD_AND_CP, hw=None, accumulate=2)
+    check(four_ranks.run(train, work, timeout_s=400), work, 2)
+
+
+def test_clipping_takes_the_norm_of_whole_sequences(two_ranks: Pool) -> None:
+    work = Sliced("gpt")
+    wanted, norms = train_clipped(work)
+    found = two_ranks.run(train, work, 0.5)
+    assert_same_semantics(together([done.trained for done in found]), wanted)
+    for done in found:
+        assert done.norms == pytest.approx(norms, rel=1e-5) and min(norms) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "hf_gpt2"])
+def test_16_bits(name: str, two_ranks: Pool) -> None:
+    """Acceptance (c): what is trained is as near to fp32 as plain PyTorch in bfloat16 is."""
+    work = Sliced(name, hw=None, dtype=torch.bfloat16)
+    exact, plain = train_large(work.case, work.recipe, 1), train_plain_16_in_parts(work.case, work.recipe, 1)
+    allowed = ERROR_RATIO * largest_error(plain.params, exact.params)
+    for done in two_ranks.run(train, work):
+        assert 0 < largest_error(done.trained.params, exact.params) <= allowed
+
+
+@pytest.mark.slow
+def test_inductor(two_ranks: Pool) -> None:
+    work = Sliced("hf_llama", backend="inductor", hw=None)
+    check(two_ranks.run(train, work, timeout_s=400), work, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "hf_bert"])
+def test_the_plan_knows_what_attention_exchanges(name: str, two_ranks: Pool) -> None:
+    for planned_nbytes, counted_nbytes in two_ranks.run(exchanged, Sliced(name)):
+        assert planned_nbytes == counted_nbytes > 0
+
+
+def test_evaluations_see_whole_sequences(two_ranks: Pool) -> None:
+    """The first as plain PyTorch, since nothing is planned then, later ones by a program."""
+    work = Sliced("hf_llama")
+    losses = [sum(of_ranks) / 2 for of_ranks in zip(*two_ranks.run(evaluate, work), strict=True)]
+    model, batch = work.case.build(), work.case.batches()[0]
+    optimizer = work.recipe.plain(model.parameters())
+    for found in losses:
+        loss = loss_of(model(**batch))
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
+    parts = {
+        "scores": "forward computes scores of attention by softmax",
+        "mask": "attention is handed a mask",
+        "no attention": "calls no scaled_dot_product_attention",
+        "counted": "forward counts 16 positions by itself (torch.arange)",
+        "positions": "hand LlamaForCausalLM its inputs by name",
+        "padding": "LlamaForCausalLM is handed an attention_mask",
+        "window": "attention has sliding_window=4",
+        "architecture": "T5ForConditionalGeneration is of the kind 't5'",
+        "plan": "which plans ahead do not know yet",
+    }
+    for found in two_ranks.run(refusals):
+        assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
+
+
+def test_slices_must_be_of_one_length(two_ranks: Pool) -> None:
+    """Before attention exchanges anything, where sizes that differ would be an error of gloo's or a hang."""
+    for error in two_ranks.run(compute_length_of_rank):
+        assert "the ranks' forward are not the same" in error, error
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_those_that_have_the_other_slices() -> None:
+    with only_call(2, train_for_ever, group_timeout_s=20.0) as job:
+        for rank in range(2):
+            job.wait_for(rank, "warm", 120.0)
+        job.kill(1)
+        survivor = job.ends(35.0)[0]
+    assert survivor.exit_code == 1 and "RankError: rank 0 of 2 stopped in" in survivor.log, survivor.log

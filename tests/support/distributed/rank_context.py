@@ -1,0 +1,241 @@
+"""Training under context parallelism on the ranks of a job: each has a slice of every sequence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from divided_models import DIVIDED_CASES, seeded
+from models import Batch, Case, loss_of
+from parallel_models import PARALLEL_CASES, Gpt, batches
+from rank_tensor import DoneParallel, gradients, mesh_of, read_whole, received_nbytes
+from rank_training import GIB, QUICK, ROOMY, machine_of
+from tiny_transformers import TINY_BERT, TINY_LLAMA
+from torch import nn
+from training import Recipe, Trained
+
+import chunkc
+from chunkc.ir.work import Kind
+
+CP = (("cp", 2),)
+SHARD_AND_CP = (("dp_shard", 2), ("cp", 2))
+
+
+class PlacedGpt(Gpt):
+    """A GPT whose caller hands in positions, as whoever slices sequences must."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(input_ids) + self.wpe(position_ids)
+        for block in self.h:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1).float(), labels.flatten())
+
+
+def placed(batch: Batch) -> Batch:
+    return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1]).expand(2, -1)}
+
+
+def shifted(case: str) -> list[Batch]:
+    """Batches whose labels are those of the next positions, also at the end of a slice; at the end of all the first."""
+    found = [placed(batch) for batch in DIVIDED_CASES[case].batches()]
+    return [{**batch, "shift_labels": batch["labels"].roll(-1, 1)} for batch in found]
+
+
+def masked_bert() -> nn.Module:
+    return seeded(replace(TINY_BERT, head="AutoModelForMaskedLM"))
+
+
+CONTEXT_CASES: dict[str, Case] = {
+    "llama": PARALLEL_CASES["llama"],
+    "gpt": Case("gpt", PlacedGpt, lambda: list(map(placed, batches()))),
+    "gpt_dropout": Case("gpt_dropout", lambda: PlacedGpt(dropout=0.5), lambda: list(map(placed, batches()))),
+    "hf_llama": Case("hf_llama", DIVIDED_CASES["llama_tied"].build, lambda: shifted("llama_tied")),
+    "hf_gpt2": Case("hf_gpt2", DIVIDED_CASES["gpt2"].build, lambda: shifted("gpt2")),
+    "hf_qwen3": Case("hf_qwen3", DIVIDED_CASES["qwen3"].build, lambda: shifted("qwen3")),
+    "hf_bert": Case("hf_bert", masked_bert, lambda: list(map(placed, DIVIDED_CASES["qwen3"].batches()))),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """What ranks of a mesh train; without ``hw``, on the smallest machine that `chunkc.BudgetError` names."""
+
+    name: str
+    mesh: tuple[tuple[str, int], ...] = CP
+    recipe: Recipe = QUICK
+    hw: Any = ROOMY
+    dtype: torch.dtype = torch.float32
+    backend: str = "eager"
+    accumulate: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def case(self) -> Case:
+        return CONTEXT_CASES[self.name]
+
+    @property
+    def num_slices(self) -> int:
+        return dict(self.mesh)["cp"]
+
+    def parts(self) -> list[list[Batch]]:
+        """This rank's micro-batches of each step: slices of those of its line."""
+        (line, place), num = divmod(torch.distributed.get_rank(), self.num_slices), self.accumulate
+        num_lines = torch.distributed.get_world_size() // self.num_slices
+        steps = [
+            [self.case.batches()[(step * num_lines + line) * num % 4 + part] for part in range(num)]
+            for step in range(self.recipe.num_steps)
+        ]
+        return [[sliced(batch, self.num_slices, place) for batch in batches] for batches in steps]
+
+
+def sliced(batch: Batch, num_slices: int, place: int) -> Batch:
+    return {name: value.chunk(num_slices, dim=1)[place].contiguous() for name, value in batch.items()}
+
+
+def compiled(work: Sliced, hw: Any) -> nn.Module:
+    options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
+    return chunkc.compile(work.case.build(), hw, mesh=mesh_of(work), **options)
+
+
+def train(work: Sliced, max_norm: float | None = None) -> DoneParallel:
+    """The user's loop."""
+    steps = work.parts()
+    model = compiled(work, work.hw or _smallest(work, steps[0][0]))
+    optimizer = work.recipe.ours(model.parameters(), **work.options)
+    done = DoneParallel(Trained(), [], {})
+    for number, parts in enumerate(steps):
+        losses = []
+        for part in parts:
+            loss = loss_of(model(**part)) / len(parts)
+            loss.backward()
+            losses.append(loss.item())
+        if number == 0:
+            done.trained.gradients = gradients(model)
+        if max_norm is not None:
+            done.norms.append(chunkc.clip_grad_norm_(model, max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        done.trained.losses.append(sum(losses))
+    read_whole(done.trained, model, optimizer)
+    done.stats = chunkc.stats(model)
+    return done
+
+
+def _smallest(work: Sliced, batch: Batch) -> Any:
+    model = compiled(work, machine_of(1, GIB))
+    _optimizer = work.recipe.ours(model.parameters(), **work.options)
+    try:
+        model(**batch)
+    except chunkc.BudgetError as error:
+        return machine_of(error.min_device_nbytes, error.min_host_nbytes)
+    raise AssertionError("one byte of device memory was found to suffice")
+
+
+def exchanged(work: Sliced) -> tuple[int, int]:
+    """Bytes that this rank receives by the collectives of attention in one iteration: by the plan, and as counted."""
+    model, (batch,) = compiled(work, ROOMY), work.parts()[0]
+    optimizer = work.recipe.ours(model.parameters())
+    for _ in range(2):
+        with torch.profiler.profile(record_shapes=True) as profile:
+            loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    counted = received_nbytes(profile, work.num_slices)
+    segments = chunkc.plan_of(model).segments
+    return sum(w.nbytes for s in segments for w in s.work if w.kind is Kind.LINK), counted
+
+
+class Scores(nn.Module):
+    """Attention operator by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(x)
+        scores = torch.softmax(hidden @ hidden.transpose(1, 2), dim=-1)
+        return (nn.functional.scaled_dot_product_attention(hidden, hidden, scores @ hidden)).mean()
+
+
+class Masked(nn.Module):
+    """Attention with a mask that is handed in, if any; without one, no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.linear(x)
+        if mask is None:
+            return hidden.mean()
+        return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, attn_mask=mask).mean()
+
+
+def refusals() -> dict[str, str]:
+    """The errors of what context parallelism does not serve, by what was tried."""
+    x, found = torch.ones(2, 6, 8), dict[str, str]()
+    tokens = placed_part("hf_llama")
+    unplaced = {name: value for name, value in tokens.items() if name != "position_ids"}
+    windowed = seeded(replace(TINY_LLAMA, config={**TINY_LLAMA.config, "model_type": "mistral"}), sliding_window=4)
+    calls: dict[str, Callable[[], object]] = {
+        "scores": lambda: chunkc.compile(Scores(), ROOMY, mesh="cp=2")(x),
+        "mask": lambda: chunkc.compile(Masked(), ROOMY, mesh="cp=2")(x, torch.ones(6, 6)),
+        "no attention": lambda: chunkc.compile(Masked(), ROOMY, mesh="cp=2")(x),
+        "counted": lambda: chunkc.compile(Gpt(), ROOMY, mesh="cp=2")(**batches()[0]),
+        "positions": lambda: chunkc.compile(DIVIDED_CASES["llama_tied"].build(), ROOMY, mesh="cp=2")(**unplaced),
+        "padding": lambda: chunkc.compile(DIVIDED_CASES["llama_tied"].build(), ROOMY, mesh="cp=2")(
+            **tokens, attention_mask=torch.ones_like(tokens["input_ids"])
+        ),
+        "window": lambda: chunkc.compile(windowed, ROOMY, mesh="cp=2")(**tokens),
+        "architecture": lambda: chunkc.compile(DIVIDED_CASES["t5"].build(), ROOMY, mesh="cp=2"),
+        "plan": lambda: chunkc.plan(PlacedGpt(), f"2x{ROOMY}", mesh="cp=2", example_inputs=placed(batches()[0])),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except chunkc.ChunkcError as error:
+            found[name] = str(error)
+    return found
+
+
+def placed_part(name: str) -> Batch:
+    return sliced(CONTEXT_CASES[name].batches()[0], 2, torch.distributed.get_rank())
+
+
+def compute_length_of_rank() -> str:
+    """The error of a first forward for which the second rank has half as many tokens."""
+    model, batch = compiled(Sliced("llama"), ROOMY), placed_part("llama")
+    length = 8 // (1 + torch.distributed.get_rank())
+    try:
+        model(**{name: value[:, :length] for name, value in batch.items()})
+    except chunkc.ChunkcError as error:
+        return str(error)
+    return ""
+
+
+def evaluate(work: Sliced) -> list[float]:
+    """Losses of whole sequences without gradients, before anything was trained and behind a step."""
+    model, (batch,) = compiled(work, ROOMY), work.parts()[0]
+    optimizer, losses = work.recipe.ours(model.parameters()), list[float]()
+    for _ in range(2):
+        with torch.no_grad():
+            loss = model(**batch)
+        losses.append(loss_of(loss).item())
+        loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_for_ever(report: Callable[[str], None]) -> None:
+    """Train, and report ``warm`` once."""
+    work = Sliced("llama")
+    model, (batch,) = compiled(work, ROOMY), work.parts()[0]
+    optimizer = chunkc.AdamW(model.parameters())
+    for step in range(1_000_000):
+        model(**batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            report("warm")
