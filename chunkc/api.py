@@ -188,7 +188,7 @@ def compile(  # the name that torch.compile taught users
             examples=examples,
         )
         # rates decide where updates run, which rounds
-        alike = [str(target.rates)] if max(ranks_by_dim.num_replicas, ranks.tensor_size) > 1 else []
+        alike = [str(target.rates)] if ranks_by_dim.num_sharing < len(ranks_by_dim.ranks) or ranks.context else []
         ranks.agree(
             Kind.COMPILE,
             lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos), *alike],

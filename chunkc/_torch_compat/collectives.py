@@ -20,7 +20,7 @@ _WAIT: Final = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True, slots=True)
 class ContextLine:
-    """The ranks that have slices of the same sequences: their process group, and the place of this one's slice."""
+    """Ranks with slices of the same sequences: their process group, and the place of this one's."""
 
     group_name: str
     size: int

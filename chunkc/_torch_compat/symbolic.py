@@ -75,6 +75,11 @@ def size_symbol(value: object) -> Symbol | None:
     return value.node.expr if value.node.expr.is_Symbol and not free_unbacked_symbols(value) else None
 
 
+def size_hint(value: int | torch.SymInt) -> int:
+    """A size as it is in the call at hand; nothing is specialised to it."""
+    return hint_of(value) if isinstance(value, torch.SymInt) else value
+
+
 def hint_of(value: torch.SymInt) -> int:
     """The size that a symbolic one had in the call that was traced."""
     return int(value.node.hint)

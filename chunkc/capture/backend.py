@@ -73,16 +73,17 @@ class TracingOptions:
     device_type: str | None = None
     context: ContextLine | None = None
 
-    def rewrites(self, module: GraphModule) -> dict[str, Any]:
+    def rewrites(self, module: GraphModule, handed_in: Collection[Node] = ()) -> dict[str, Any]:
         """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose.
 
-        A graph that computes on DTensors stays as it is: pieces would be of parts.
+        ``handed_in``: placeholders of the caller's tensors. A graph that computes on DTensors stays as it is: pieces
+        would be of parts.
 
         Raises:
             CaptureError: where ranks have slices of sequences, as of `attend_across`.
         """
         if self.context is not None:
-            attend_across(module, self.context)
+            attend_across(module, self.context, handed_in)
         if not any(is_dtensor(dynamo_value(node)) for node in module.graph.nodes):
             rewrite(module, self.pieces)
         if self.decompositions is None:
@@ -139,6 +140,8 @@ def capture_graph(
     examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
     handed_in = tensors.handed_in(examples)
     handed_ids = set(map(id, handed_in))
+    placeholders = zip(module.graph.find_nodes(op="placeholder"), examples, strict=True)
+    slices = [node for node, e in placeholders if id(e) in handed_ids and isinstance(e, torch.Tensor)]
     num_bases = return_bases(module)
     capture = _GraphCapture(
         tensors.infos,
@@ -152,7 +155,7 @@ def capture_graph(
         bw_compiler=capture.compile_backward,
         inference_compiler=capture.compile_inference,
         partition_fn=capture.partition,
-        **tracing.rewrites(module),
+        **tracing.rewrites(module, slices),
     )
     stage("tracing forward and backward")
     try:

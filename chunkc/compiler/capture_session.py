@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
+from chunkc._torch_compat.core import pytree
 from chunkc.capture.attention.in_slices import AttentionOfSlices
 from chunkc.capture.backend import ModelTensors, TracingOptions, capture_graph
 from chunkc.capture.graphs import Captured
@@ -33,6 +33,7 @@ from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
 from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
+from chunkc.errors import CaptureError
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
 from chunkc.runtime.model.model import ModelRuntime
@@ -92,16 +93,35 @@ class CaptureSession:
         return replace(self.settings.compiler.tracing, context=self.runtime.ranks.context)
 
     def plain_attention(self) -> AbstractContextManager[object]:
-        """Within the block attention that runs without a graph sees the slices of all ranks, where there are some."""
+        """Within the block attention that runs without a graph sees slices of all ranks, if there are some."""
         context = self.runtime.ranks.context
         return nullcontext() if context is None else AttentionOfSlices(context)
 
-    def sizes_of_slices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-        """Lines on which ranks with slices of the same sequences must agree: the sizes of theirs."""
-        if self.runtime.ranks.context is None:
-            return []
+    def agree_on_slices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Check that ranks with slices of the same sequences have them in the same sizes.
+
+        Raises:
+            RankError: on all ranks, where sizes differ.
+            CaptureError: where ``position_ids`` do not follow each other, as of sequences that are packed into one.
+        """
+        ranks = self.runtime.ranks
+        if ranks.context is None:
+            return
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, torch.Tensor) and positions.dim() and bool((positions.diff(dim=-1) != 1).any()):
+            raise CaptureError(
+                "cp divides sequences, and position_ids do not follow each other: sequences that are packed into one "
+                "need a mask between them, and slices have none"
+            )
         tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
-        return [f"slices of {', '.join(str(list(tensor.shape)) for tensor in tensors)}"]
+        ranks.agree(Kind.SLICES, lambda: [f"slices of {', '.join(str(list(tensor.shape)) for tensor in tensors)}"])
+
+    def refuse_slices(self) -> None:
+        """Refuse a forward outside of training and evaluation, which would see one slice alone."""
+        if self.runtime.ranks.context is not None:
+            raise CaptureError(
+                "cp divides sequences, and within chunkc.full_params a forward sees one slice: call it outside"
+            )
 
     def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""

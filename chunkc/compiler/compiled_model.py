@@ -78,8 +78,8 @@ class CompiledModel:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
         if self.is_open:
-            with self.session.plain_attention():
-                return call_plain(self._model, args, kwargs)
+            self.session.refuse_slices()
+            return call_plain(self._model, args, kwargs)
         with self.runtime.ranks.agreement_scope():
             return self._call(args, kwargs)
 
@@ -88,6 +88,7 @@ class CompiledModel:
         args, kwargs = self._cast(args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluator(args, kwargs)
+        self.session.agree_on_slices(args, kwargs)
         self.runtime.before_forward()
         if self.runtime.layout is None and self.runtime.ranks.job_size > 1:
             self.session.agree_on_budgets()

@@ -84,8 +84,8 @@ class Evaluator:
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"
-        sizes = self._session.sizes_of_slices(args, kwargs)
-        self._session.runtime.ranks.agree(Kind.EVALUATE, lambda: [way, *sizes])
+        self._session.agree_on_slices(args, kwargs)
+        self._session.runtime.ranks.agree(Kind.EVALUATE, lambda: [way])
         self._seen.add(signature)
         self._last = signature
         if reason is None:
@@ -101,9 +101,13 @@ class Evaluator:
 
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain forward, in which every parameter gathers itself."""
-        try:
-            with self._session.plain_attention():
+        runtime = self._session.runtime
+        if runtime.ranks.context is not None:  # its operators exchange, and others wait for those of this rank
+            place = "a forward without gradients"
+            with runtime.ranks.collective_section(place, runtime.device.synchronize), self._session.plain_attention():
                 return call_plain(self._session.model, args, kwargs)
+        try:
+            return call_plain(self._session.model, args, kwargs)
         except RankError:
             raise
         except Exception:  # whatever the model raises: the others may be reading a parameter

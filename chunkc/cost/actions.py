@@ -216,7 +216,7 @@ def dims_of(plan: Plan) -> Dims:
 
 
 def sharing_dims(dims: Dims) -> Dims:
-    """``dims`` with the ranks along ``cp``, which stand within those along ``dp_shard``, as ranks along that."""
+    """``dims`` with ranks along ``cp``, which stand within those along ``dp_shard``, as ranks along that."""
     sizes = dict(dims)
     num_context = sizes.pop(CP, 1)
     if num_context == 1:

@@ -54,6 +54,7 @@ class Kind(StrEnum):
     BACKWARD = "backward", "runs a backward"
     STEP = "step", "steps"
     EVALUATE = "evaluate", "runs a forward without gradients"
+    SLICES = "slices", "takes slices of sequences"
     READ = "read", "reads or writes a parameter, gradient or state"
     GRADIENTS = "gradients", "clips or unscales gradients"
     CLIP = "clip", "clips gradients by the norm of all stages"
@@ -64,7 +65,7 @@ class Kind(StrEnum):
 
 
 KINDS: Final = tuple(Kind)
-PRELIMINARY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ, Kind.GRADIENTS, Kind.REDUCE})
+PRELIMINARY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.SLICES, Kind.READ, Kind.GRADIENTS, Kind.REDUCE})
 """Agreements that come before the one that a call is about."""
 
 

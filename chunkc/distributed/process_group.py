@@ -229,7 +229,7 @@ class JobRanks(Ranks):
         return [int(n) for n in numbers]
 
     def _differing(self, digests: Sequence[int], of_models: Sequence[int]) -> list[int]:
-        """Ranks that differ: all by ``digests``, or by ``of_models`` the first that compute a forward together."""
+        """Ranks that differ: all by ``digests``, or by ``of_models`` the first that compute together."""
         if len(set(digests)) > 1:
             return list(range(self.job_size))
         places = sorted(self.mesh.ranks)
@@ -325,6 +325,8 @@ class JobRanks(Ranks):
         group = self._context = new_group(backend, self._timeout, device, self.mesh.context_lines)
         place = self.rank % self.mesh.num_context
         self.context = ContextLine(str(group.group_name), self.mesh.num_context, place)
+        rows = torch.zeros(self.mesh.num_context, 64, device=device)
+        all_gather(group, rows.view(-1), rows[0].clone())  # NCCL takes memory for the first exchange
 
     def _divide_control(self) -> None:
         """Give columns control groups of their own where there are several."""

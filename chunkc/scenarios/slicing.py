@@ -20,6 +20,9 @@ from chunkc.errors import CaptureError, ChunkcError
 
 FAMILIES: Final = ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Kinds of models (``config.model_type``) whose attention is that of all positions, or causal, and nothing else."""
+_SHIFTING: Final = ("ForCausalLM", "LMHeadModel")
+_HEADS: Final = (*_SHIFTING, "ForMaskedLM")
+"""Ends of the names of models whose heads work position by position."""
 _NAME: Final = "chunkc_slices"
 _CHANGES: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Arguments by which attention is another than that, where they are given."""
@@ -27,36 +30,59 @@ _CHANGES: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 @contextmanager
 def sliced(model: nn.Module, ranks: RankMesh) -> Iterator[None]:
-    """Let a transformers model see slices of all ranks along ``cp``, for good unless the block raises.
+    """Let transformers models in ``model`` see slices of all ranks along ``cp``.
+
+    They do for good, unless the block raises.
 
     Raises:
-        ChunkcError: for an architecture whose attention is not known here.
+        ChunkcError: for an architecture whose attention is not known here, or a head that reads one position.
     """
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if ranks.num_context == 1 or kind is None:
+    found = list(_outermost(model)) if ranks.num_context > 1 else []
+    if not found:
         yield
         return
-    changeable: Any = model
-    if kind not in FAMILIES or not hasattr(model, "set_attn_implementation"):
-        raise ChunkcError(
-            f"mesh {ranks}: {type(model).__name__} is of the kind {kind!r}, and slices of sequences are known for the "
-            f"attention of {', '.join(FAMILIES)}; leave cp out"
-        )
+    for part in found:
+        _check(part, ranks)
     from transformers import AttentionInterface
 
-    before = changeable.config._attn_implementation
     AttentionInterface.register(_NAME, _attention)
-    changeable.set_attn_implementation(_NAME)
-    hook = model.register_forward_pre_hook(_check_positions, with_kwargs=True)
+    before = [part.config._attn_implementation for part in found]
+    for part in found:
+        part.set_attn_implementation(_NAME)
+    hooks = [part.register_forward_pre_hook(_check_inputs, with_kwargs=True) for part in found]
     try:
         yield
     except BaseException:
-        hook.remove()
-        changeable.set_attn_implementation(before)
+        for part, hook, implementation in zip(found, hooks, before, strict=True):
+            hook.remove()
+            part.set_attn_implementation(implementation)
         raise
 
 
-def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _outermost(module: nn.Module) -> Iterator[Any]:
+    """Models of transformers in ``module`` that are in no other one."""
+    if hasattr(getattr(module, "config", None), "model_type"):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _check(model: Any, ranks: RankMesh) -> None:
+    name, kind = type(model).__name__, model.config.model_type
+    if kind not in FAMILIES or not hasattr(model, "set_attn_implementation"):
+        raise ChunkcError(
+            f"mesh {ranks}: {name} is of the kind {kind!r}, and slices of sequences are known for the attention of "
+            f"{', '.join(FAMILIES)}; leave cp out"
+        )
+    if not name.endswith(_HEADS):
+        raise ChunkcError(
+            f"mesh {ranks}: {name} reads positions of whole sequences, and ranks have slices: models that end with "
+            f"{', '.join(_HEADS)} serve"
+        )
+
+
+def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
     if len(args) > 1 or kwargs.get("position_ids") is None:
         raise CaptureError(
@@ -68,6 +94,11 @@ def _check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             f"cp divides sequences, and {name} is handed an attention_mask, which is of one slice: leave it out, and "
             "let sequences be of one length, without padding"
         )
+    if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and name.endswith(_SHIFTING):
+        raise CaptureError(
+            f"cp divides sequences, and {name} would shift labels within its slice, whose last position then has none: "
+            "hand in shift_labels= as well, shifted before sequences are sliced"
+        )
 
 
 def _attention(
@@ -78,7 +109,14 @@ def _attention(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of slices, [batch, length, heads, width] of ``query`` with the heads second, as transformers calls it.
+    """Attention of a slice, which transformers calls.
+
+    Args:
+        module: the attention layer, whose ``is_causal`` counts.
+        query, key, value: [batch, heads, length, width]; of keys and values the heads may be fewer.
+
+    Returns:
+        [batch, length, heads, width], and no weights.
 
     Raises:
         CaptureError: for a mask, a window or whatever else makes it another attention.

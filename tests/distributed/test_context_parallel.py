@@ -11,19 +11,21 @@ from models import loss_of
 from rank_context import (
     SHARD_AND_CP,
     Sliced,
-    compute_length_of_rank,
+    compute_size_of_rank,
     evaluate,
     exchanged,
     refusals,
     train,
     train_for_ever,
+    train_in_pieces,
 )
 from rank_tensor import DoneParallel
 from rank_training import together
 from training import Trained, assert_same_semantics, largest_error, train_measured
 
 pytestmark = pytest.mark.distributed
-NAMES = ("llama", "gpt", "hf_llama", "hf_gpt2", "hf_bert", pytest.param("hf_qwen3", marks=pytest.mark.slow))
+SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("hf_gpt2", "hf_qwen3")]
+NAMES = ("llama", "gpt", "hf_llama", "gpt_wrapped", "hf_bert", *SLOW_NAMES)
 
 
 def train_clipped(work: Sliced) -> tuple[Trained, list[float]]:
@@ -48,6 +50,11 @@ def test_two_slices_train_as_one_process(name: str, two_ranks: Pool) -> None:
     found = two_ranks.run(train, work)
     check(found, work, 1)
     assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
+def test_masks_of_few_queries_hide_the_same_keys(two_ranks: Pool) -> None:
+    """Three queries at a time see what all would: the second slice begins at key 8."""
+    check(two_ranks.run(train_in_pieces, Sliced("llama"), 3 * 16), Sliced("llama"), 1)
 
 
 @pytest.mark.slow
@@ -105,10 +112,17 @@ def test_evaluations_see_whole_sequences(two_ranks: Pool) -> None:
 
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     parts = {
-        "scores": "forward computes scores of attention by softmax",
+        "scores": "forward computes attention by softmax",
+        "packed": "position_ids do not follow each other",
+        "labels": "hand in shift_labels= as well",
+        "wrapped": "hand GPT2LMHeadModel its inputs by name",
+        "head": "BertForSequenceClassification reads positions of whole sequences",
+        "layers": "cp",
+        "evaluated": "multi_head_attention_forward sees one slice",
+        "full_params": "within chunkc.full_params a forward sees one slice",
         "mask": "attention is handed a mask",
         "no attention": "calls no scaled_dot_product_attention",
-        "counted": "forward counts 16 positions by itself (torch.arange)",
+        "counted": "of no tensor that is handed in",
         "positions": "hand LlamaForCausalLM its inputs by name",
         "padding": "LlamaForCausalLM is handed an attention_mask",
         "window": "attention has sliding_window=4",
@@ -119,10 +133,11 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
 
 
-def test_slices_must_be_of_one_length(two_ranks: Pool) -> None:
-    """Before attention exchanges anything, where sizes that differ would be an error of gloo's or a hang."""
-    for error in two_ranks.run(compute_length_of_rank):
-        assert "the ranks' forward are not the same" in error, error
+@pytest.mark.parametrize("sizes", [(8, 4), (8, 16)])
+def test_slices_must_be_of_one_size(sizes: tuple[int, int], two_ranks: Pool) -> None:
+    """Before attention exchanges anything, where others would be an error, a hang, or, of as many bytes, nonsense."""
+    for error in two_ranks.run(compute_size_of_rank, sizes):
+        assert "rank 0: slices of [2, 8], [2, 8]" in error, error
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Attention where ranks have slices of the same sequences (context parallelism), in graphs of Dynamo's.
+"""Attention in graphs of Dynamo's where ranks have slices of the same sequences (context parallelism).
 
 All else in a model works position by position, so a slice is a batch to it. Attention of a slice's queries needs the
 keys and values of whole sequences:
@@ -14,7 +14,7 @@ A causal mask is made for some queries at a time, so that it takes `MASK_NBYTES`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 
 import torch
@@ -23,7 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from chunkc._torch_compat.collectives import ContextLine, gathered
-from chunkc._torch_compat.core import dynamo_value
+from chunkc._torch_compat.core import dynamo_value, pytree
+from chunkc._torch_compat.symbolic import size_hint
 from chunkc.errors import CaptureError
 
 MASK_NBYTES: Final = 64 << 20
@@ -31,15 +32,18 @@ MASK_NBYTES: Final = 64 << 20
 _SEQUENCE: Final = -2
 """Dimension of queries, keys and values."""
 _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_SCORES: Final = (F.softmax, torch.softmax, "softmax")
+_OTHERS: Final = ("multi_head_attention_forward", "scaled_dot_product", "flex_attention")
+"""Parts of the names of functions that are attention, too."""
 
 
-def attend_across(module: GraphModule, line: ContextLine) -> None:
+def attend_across(module: GraphModule, line: ContextLine, handed_in: Collection[Node]) -> None:
     """Let every attention of a graph of Dynamo's, in place, see the slices of all ranks of ``line``.
 
+    ``handed_in``: placeholders of the caller's tensors, which are slices; others are parameters and buffers.
+
     Raises:
-        CaptureError: where a mask is handed in, where scores are computed one operator at a time, where positions are
-            counted inside of forward, and where there is no attention.
+        CaptureError: where a mask is handed in, where scores are computed one operator at a time, where values as long
+            as a slice are made of no slice (positions), and where there is no attention.
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
@@ -49,9 +53,11 @@ def attend_across(module: GraphModule, line: ContextLine) -> None:
             f"cp={line.size} divides sequences, and this forward calls no scaled_dot_product_attention, the one "
             "operator through which slices may see each other: use attn_implementation='sdpa', or leave cp out"
         )
-    lengths = {_length(call) for call in calls}
+    lengths = {length for call in calls for length in _lengths(call)}
     for node in nodes:
-        _refuse_local(node, lengths)
+        _refuse_other_attention(node, lengths)
+    slices = {node for node in handed_in if isinstance(dynamo_value(node), torch.Tensor)}
+    _refuse_own_positions(module, slices, lengths)
     for call in calls:
         _replace(call, line)
     for part in module.modules():
@@ -60,33 +66,74 @@ def attend_across(module: GraphModule, line: ContextLine) -> None:
             part.recompile()
 
 
-def _length(call: Node) -> int:
-    query = call.args[0] if call.args else call.kwargs["query"]
-    if not isinstance(query, Node):
-        raise CaptureError("attention whose query is no tensor of the graph")
-    return int(dynamo_value(query).shape[_SEQUENCE])
+def _lengths(call: Node) -> set[int]:
+    """The length of queries and keys; CaptureError where they differ, as with keys that are of no slice."""
+    named: dict[str, Any] = dict(zip(_NAMES, call.args, strict=False)) | call.kwargs
+    found = {size_hint(dynamo_value(named[name]).shape[_SEQUENCE]) for name in ("query", "key")}
+    if len(found) > 1 or found == {1}:
+        raise CaptureError(
+            f"cp divides sequences, and attention has queries and keys of lengths {sorted(found)}: both must be as "
+            "long as a slice, of two positions or more"
+        )
+    return found
 
 
-def _refuse_local(node: Node, lengths: set[int]) -> None:
-    """Refuse what would take the positions in a slice for those in the sequence."""
-    value = dynamo_value(node)
-    if not isinstance(value, torch.Tensor) or not node.users:
-        return
-    if node.target is torch.arange and value.dim() == 1 and value.shape[0] in lengths:
+def _refuse_other_attention(node: Node, lengths: set[int]) -> None:
+    """Refuse attention that sees one slice, whatever calls it."""
+    target, value = node.target, dynamo_value(node)
+    name = str(getattr(target, "__name__", target))
+    is_other = any(part in name for part in _OTHERS) and target is not F.scaled_dot_product_attention
+    is_softmax = name.endswith("softmax") and "log" not in name
+    is_score = is_softmax and isinstance(value, torch.Tensor) and _num_along(value, lengths) > 1
+    if is_other or is_score:
         raise CaptureError(
-            f"cp divides sequences, and forward counts {value.shape[0]} positions by itself (torch.arange), which are "
-            "those of a slice: hand in the positions that the slice has in the sequence, for example position_ids="
+            f"cp divides sequences, and forward computes attention by {name}, which sees one slice: use "
+            "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa')"
         )
-    is_square = value.dim() >= 2 and {value.shape[-1], value.shape[-2]} <= lengths
-    if node.target in _SCORES and is_square:
-        raise CaptureError(
-            "cp divides sequences, and forward computes scores of attention by softmax, which see one slice: use "
-            "scaled_dot_product_attention (attn_implementation='sdpa')"
-        )
+
+
+def _num_along(value: torch.Tensor, lengths: set[int]) -> int:
+    """Dimensions of ``value`` that are as long as a slice."""
+    return sum(size_hint(size) in lengths for size in value.shape)
+
+
+def _refuse_own_positions(module: GraphModule, given: set[Node], lengths: set[int]) -> None:
+    """Refuse values cut or made as long as a slice of no slice: they would be of the first positions.
+
+    ``given``: values that follow from slices, of which those behind them are.
+    """
+    for node in module.graph.nodes:
+        part = next((arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"), None)
+        body = None if part is None else getattr(module, str(part.target), None)
+        if isinstance(body, GraphModule):
+            inner = body.graph.find_nodes(op="placeholder")
+            pairs = zip(inner, node.args[-len(inner) :], strict=False) if inner else ()
+            _refuse_own_positions(body, {place for place, arg in pairs if arg in given}, lengths)
+        value = dynamo_value(node)
+        if node in given or isinstance(value, torch.SymInt):
+            continue
+        if any(source in given for source in node.all_input_nodes):
+            given.add(node)
+        elif node.op != "placeholder" and node.users and isinstance(value, torch.Tensor):
+            if _num_along(value, lengths) and lengths.intersection(_numbers(node)):
+                raise CaptureError(
+                    f"cp divides sequences, and forward makes {node.name}, of {list(map(size_hint, value.shape))}, of "
+                    "no tensor that is handed in: it would be that of the first positions in every slice. Hand in what "
+                    "depends on positions, for example position_ids="
+                )
+
+
+def _numbers(node: Node) -> Iterator[int]:
+    """All sizes among the arguments of ``node``, ends of slices too."""
+    for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))):
+        for part in (leaf.start, leaf.stop) if isinstance(leaf, slice) else (leaf,):
+            value = dynamo_value(part) if isinstance(part, Node) else part
+            if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+                yield size_hint(value)
 
 
 class AttentionOfSlices(TorchFunctionMode):
-    """Within the block every attention that runs operator by operator sees the slices of all ranks of ``line``."""
+    """Within the block attention that runs operator by operator sees the slices of all ranks of ``line``."""
 
     def __init__(self, line: ContextLine) -> None:
         super().__init__()
@@ -95,8 +142,10 @@ class AttentionOfSlices(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Raises CaptureError for attention with a mask."""
+        """Raises CaptureError for attention with a mask, and for other attention."""
         if function is not F.scaled_dot_product_attention:
+            if any(part in str(getattr(function, "__name__", "")) for part in _OTHERS):
+                raise CaptureError(f"cp divides sequences, and {function.__name__} sees one slice")
             return function(*args, **(kwargs or {}))
         operands, options = _operands(args, kwargs or {}, self._line)
         return attention_of_slice(*operands, **options)

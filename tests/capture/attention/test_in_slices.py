@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint
 
 from chunkc._torch_compat.collectives import ContextLine
 from chunkc._torch_compat.fake_job import fake_job
@@ -61,7 +62,7 @@ def test_operator_by_operator_attention_is_that_of_slices(line: ContextLine) -> 
     torch.testing.assert_close(found, F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True))
 
 
-def graph_of(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> GraphModule:
+def graph_of(function: Callable[..., torch.Tensor], *args: torch.Tensor, is_dynamic: bool = False) -> GraphModule:
     """The graph that Dynamo makes of ``function``."""
     graphs: list[GraphModule] = []
 
@@ -69,8 +70,12 @@ def graph_of(function: Callable[..., torch.Tensor], *args: torch.Tensor) -> Grap
         graphs.append(module)
         return module.forward
 
-    torch.compile(function, backend=keep, fullgraph=True)(*args)
+    torch.compile(function, backend=keep, fullgraph=True, dynamic=is_dynamic)(*args)
     return graphs[0]
+
+
+def inputs_of(module: GraphModule) -> list[Node]:
+    return list(module.graph.find_nodes(op="placeholder"))
 
 
 def test_every_attention_of_a_graph_is_replaced(line: ContextLine) -> None:
@@ -80,7 +85,7 @@ def test_every_attention_of_a_graph_is_replaced(line: ContextLine) -> None:
 
     given = operands()
     module = graph_of(twice, *given)
-    attend_across(module, line)
+    attend_across(module, line, inputs_of(module))
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
     assert targets == [attention_of_slice] * 2
     torch.testing.assert_close(module(*given)[0], twice(*given))
@@ -91,27 +96,87 @@ def with_own_positions(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+def with_longer_positions(x: torch.Tensor) -> torch.Tensor:
+    x = x + torch.arange(100)[: x.shape[-2]].unsqueeze(1)
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def with_counted_positions(x: torch.Tensor) -> torch.Tensor:
+    x = x + torch.ones(x.shape[-2]).cumsum(0).unsqueeze(1)
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def with_checkpoint(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(with_longer_positions, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 def with_scores(x: torch.Tensor) -> torch.Tensor:
     scores = (x @ x.mT).softmax(-1)
     return F.scaled_dot_product_attention(scores @ x, x, x)
+
+
+def with_special_scores(x: torch.Tensor) -> torch.Tensor:
+    scores = torch.special.softmax((x @ x.mT).transpose(1, 2), -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(scores @ x, x, x)
+
+
+def with_own_operator(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.ops.aten.scaled_dot_product_attention(x, x, x)
+    return F.scaled_dot_product_attention(hidden, x, x)
+
+
+def with_more_keys(x: torch.Tensor) -> torch.Tensor:
+    keys = torch.cat([x, x[..., :1, :]], -2)
+    return F.scaled_dot_product_attention(x, keys, keys)
 
 
 def with_other_softmax(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(x.softmax(-1) + torch.arange(4), x, x)
 
 
+def with_handed_in_slice(x: torch.Tensor) -> torch.Tensor:
+    longer = torch.cat([x, x], -2)[..., : x.shape[-2], :]
+    return F.scaled_dot_product_attention(longer, x, x)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(
     ("function", "part"),
     [
-        (with_own_positions, r"counts 7 positions by itself \(torch.arange\)"),
-        (with_scores, "scores of attention by softmax"),
+        (with_own_positions, "of no tensor that is handed in"),
+        (with_longer_positions, "of no tensor that is handed in"),
+        (with_counted_positions, "of no tensor that is handed in"),
+        (with_checkpoint, "of no tensor that is handed in"),
+        (with_scores, "computes attention by softmax"),
+        (with_special_scores, "computes attention by"),
+        (with_own_operator, "computes attention by"),
+        (with_more_keys, r"queries and keys of lengths \[7, 8\]"),
         (torch.sin, "calls no scaled_dot_product_attention"),
     ],
 )
-def test_what_sees_one_slice_is_refused(function: Callable[..., torch.Tensor], part: str, line: ContextLine) -> None:
+def test_what_sees_one_slice_is_refused(
+    function: Callable[..., torch.Tensor], part: str, is_dynamic: bool, line: ContextLine
+) -> None:
+    module = graph_of(function, torch.ones(1, 2, LENGTH, 4), is_dynamic=is_dynamic)
     with pytest.raises(CaptureError, match=part):
-        attend_across(graph_of(function, torch.ones(1, 2, LENGTH, 4)), line)
+        attend_across(module, line, inputs_of(module))
 
 
-def test_sizes_that_are_none_of_the_sequence_are_not(line: ContextLine) -> None:
-    attend_across(graph_of(with_other_softmax, torch.ones(1, 2, LENGTH, 4)), line)
+def test_a_table_that_is_cut_is_refused(line: ContextLine) -> None:
+    """A parameter, too, is no slice: each rank would take its first rows."""
+
+    def with_table(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x + table[: x.shape[-2]], x, x)
+
+    module = graph_of(with_table, torch.ones(1, 2, LENGTH, 4), torch.ones(10, 4))
+    with pytest.raises(CaptureError, match="of no tensor that is handed in"):
+        attend_across(module, line, inputs_of(module)[:1])
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("function", [with_other_softmax, with_handed_in_slice])
+def test_what_follows_from_slices_is_not(
+    function: Callable[..., torch.Tensor], is_dynamic: bool, line: ContextLine
+) -> None:
+    module = graph_of(function, torch.ones(1, 2, LENGTH, 4), is_dynamic=is_dynamic)
+    attend_across(module, line, inputs_of(module))

@@ -15,6 +15,7 @@ from torch import nn
 from training import Recipe, Trained
 
 import chunkc
+from chunkc.capture.attention import in_slices
 from chunkc.ir.work import Kind
 
 CP = (("cp", 2),)
@@ -41,6 +42,25 @@ def shifted(case: str) -> list[Batch]:
     return [{**batch, "shift_labels": batch["labels"].roll(-1, 1)} for batch in found]
 
 
+def typed() -> list[Batch]:
+    """Batches for BERT, which else would cut its types of tokens by itself."""
+    found = [placed(batch) for batch in DIVIDED_CASES["qwen3"].batches()]
+    return [{**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])} for batch in found]
+
+
+class Wrapped(nn.Module):
+    """A module of the user's around a model of transformers, with activation checkpointing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.model.activation_checkpointing_enable()
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return 2 * loss
+
+
 def masked_bert() -> nn.Module:
     return seeded(replace(TINY_BERT, head="AutoModelForMaskedLM"))
 
@@ -48,11 +68,11 @@ def masked_bert() -> nn.Module:
 CONTEXT_CASES: dict[str, Case] = {
     "llama": PARALLEL_CASES["llama"],
     "gpt": Case("gpt", PlacedGpt, lambda: list(map(placed, batches()))),
-    "gpt_dropout": Case("gpt_dropout", lambda: PlacedGpt(dropout=0.5), lambda: list(map(placed, batches()))),
+    "gpt_wrapped": Case("gpt_wrapped", lambda: Wrapped(DIVIDED_CASES["gpt2"].build()), lambda: shifted("gpt2")),
     "hf_llama": Case("hf_llama", DIVIDED_CASES["llama_tied"].build, lambda: shifted("llama_tied")),
     "hf_gpt2": Case("hf_gpt2", DIVIDED_CASES["gpt2"].build, lambda: shifted("gpt2")),
     "hf_qwen3": Case("hf_qwen3", DIVIDED_CASES["qwen3"].build, lambda: shifted("qwen3")),
-    "hf_bert": Case("hf_bert", masked_bert, lambda: list(map(placed, DIVIDED_CASES["qwen3"].batches()))),
+    "hf_bert": Case("hf_bert", masked_bert, typed),
 }
 
 
@@ -121,6 +141,16 @@ def train(work: Sliced, max_norm: float | None = None) -> DoneParallel:
     return done
 
 
+def train_in_pieces(work: Sliced, mask_nbytes: int) -> DoneParallel:
+    """`train` where masks of attention may take ``mask_nbytes``."""
+    before = in_slices.MASK_NBYTES
+    in_slices.MASK_NBYTES = mask_nbytes  # type: ignore[misc]
+    try:
+        return train(work)
+    finally:
+        in_slices.MASK_NBYTES = before  # type: ignore[misc]
+
+
 def _smallest(work: Sliced, batch: Batch) -> Any:
     model = compiled(work, machine_of(1, GIB))
     _optimizer = work.recipe.ours(model.parameters(), **work.options)
@@ -176,6 +206,8 @@ def refusals() -> dict[str, str]:
     """The errors of what context parallelism does not serve, by what was tried."""
     x, found = torch.ones(2, 6, 8), dict[str, str]()
     tokens = placed_part("hf_llama")
+    packed = {**tokens, "position_ids": tokens["position_ids"] % 3}
+    unshifted = {name: value for name, value in tokens.items() if name != "shift_labels"}
     unplaced = {name: value for name, value in tokens.items() if name != "position_ids"}
     windowed = seeded(replace(TINY_LLAMA, config={**TINY_LLAMA.config, "model_type": "mistral"}), sliding_window=4)
     calls: dict[str, Callable[[], object]] = {
@@ -184,6 +216,15 @@ def refusals() -> dict[str, str]:
         "no attention": lambda: chunkc.compile(Masked(), ROOMY, mesh="cp=2")(x),
         "counted": lambda: chunkc.compile(Gpt(), ROOMY, mesh="cp=2")(**batches()[0]),
         "positions": lambda: chunkc.compile(DIVIDED_CASES["llama_tied"].build(), ROOMY, mesh="cp=2")(**unplaced),
+        "packed": lambda: compiled(Sliced("hf_llama"), ROOMY)(**packed),
+        "labels": lambda: compiled(Sliced("hf_llama"), ROOMY)(**unshifted),
+        "wrapped": lambda: chunkc.compile(Wrapped(DIVIDED_CASES["gpt2"].build()), ROOMY, mesh="cp=2")(
+            input_ids=tokens["input_ids"]
+        ),
+        "head": lambda: chunkc.compile(DIVIDED_CASES["bert"].build(), ROOMY, mesh="cp=2"),
+        "layers": lambda: chunkc.compile(nn.TransformerEncoderLayer(8, 2), ROOMY, mesh="cp=2")(x),
+        "evaluated": evaluate_encoder_layer,
+        "full_params": call_within_full_params,
         "padding": lambda: chunkc.compile(DIVIDED_CASES["llama_tied"].build(), ROOMY, mesh="cp=2")(
             **tokens, attention_mask=torch.ones_like(tokens["input_ids"])
         ),
@@ -199,16 +240,38 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def evaluate_encoder_layer() -> None:
+    """Before anything was trained, operator by operator."""
+    with torch.no_grad():
+        chunkc.compile(nn.TransformerEncoderLayer(8, 2).train(), ROOMY, mesh="cp=2")(torch.ones(2, 6, 8))
+
+
+def call_within_full_params() -> None:
+    model = compiled(Sliced("llama"), ROOMY)
+    with chunkc.full_params(model):
+        model(**placed_part("llama"))
+
+
 def placed_part(name: str) -> Batch:
     return sliced(CONTEXT_CASES[name].batches()[0], 2, torch.distributed.get_rank())
 
 
-def compute_length_of_rank() -> str:
-    """The error of a first forward for which the second rank has half as many tokens."""
-    model, batch = compiled(Sliced("llama"), ROOMY), placed_part("llama")
-    length = 8 // (1 + torch.distributed.get_rank())
+def compute_size_of_rank(sizes: tuple[int, int]) -> str:
+    """The error of a forward for which each rank has slices of its own length, with as many tokens if that is longer.
+
+    Both sizes were trained on before.
+    """
+    model, tokens = compiled(Sliced("llama"), ROOMY), torch.arange(16)
+    optimizer = chunkc.AdamW(model.parameters())
+    for length in sizes:
+        batch = tokens[: max(16, length)].view(-1, length)[: 16 // length]
+        model(input_ids=batch, labels=batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    length = sizes[torch.distributed.get_rank()]
+    batch = tokens.view(-1, length)[:2]
     try:
-        model(**{name: value[:, :length] for name, value in batch.items()})
+        model(input_ids=batch, labels=batch)
     except chunkc.ChunkcError as error:
         return str(error)
     return ""
