@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import IO, Final, Protocol
 
@@ -110,7 +111,11 @@ class Processes:
         replies, found = SimpleQueue[Callable[[], _Reply]](), dict[int, Outcome]()
 
         def ask_all(key: str) -> None:
-            worker = self._worker(key, asks[by_captures[key][0]].scenario.num_ranks)
+            try:
+                worker = self._worker(key, asks[by_captures[key][0]].scenario.num_ranks)
+            except OSError as error:  # no memory or no process is left
+                replies.put(partial(_raise, ChunkcError(f"no process could be started to plan in: {error}")))
+                return
             for number in by_captures[key]:
                 replies.put(worker.reply(number, asks[number]))
 
@@ -141,6 +146,10 @@ class Processes:
         self._has_stopped = True
         for worker in list(self._by_captures.values()):
             worker.stop()
+
+
+def _raise(error: ChunkcError) -> _Reply:
+    raise error
 
 
 _Reply = tuple[int, Outcome, list[str]]

@@ -62,6 +62,20 @@ def test_a_process_that_is_killed_is_an_error_that_names_its_scenario(monkeypatc
         processes.outcomes([Ask(LINE)], "mesh")
 
 
+def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its replies."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("chunkc.cli.workers.subprocess.Popen", refuse)
+    with (
+        pytest.raises(ChunkcError, match="no process could be started to plan in: no memory"),
+        workers([ONE, LINE], Scenarios(), num_cores=2) as processes,
+    ):
+        processes.outcomes([Ask(ONE), Ask(LINE)], "mesh")
+
+
 ONE_ANSWERS = """
 import pickle, sys, time
 sys.path[:] = {path!r}
