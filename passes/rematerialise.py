@@ -197,13 +197,13 @@ def choose_among(
 ) -> BudgetChoice:
     """The best of ``budgets``, of which the first keeps least; other arguments as of `choose_budget`.
 
-    Where the first does not fit, no other is tried.
+    Where the host is too small for the first, no other is tried.
     """
     trial = _Trial(schedule_with, plan_with, rates, lambda _: None, priced)
     for budget in budgets:
         with _counted(len(trial.candidates) + 1):
             trial.candidates.append(trial.priced_of(budget, schedule_with(budget)))
-        if not trial.candidates[0].fits:
+        if not trial.candidates[0].fits and not trial.candidates[0].least_nbytes:
             break
     return BudgetChoice(trial.best().budget, tuple(trial.candidates))
 

@@ -135,10 +135,22 @@ def candidates(scenario: Scenario, scenarios: Scenarios, num_cores: int | None =
             raise ChunkcError(found[0].refusal)
         bar_ms = min((c.step_ms for c in found if c.step_ms is not None), default=0.0) * (1 + WORTH_SEARCHING)
         near = [n for n, candidate in enumerate(found) if candidate.step_ms is not None and candidate.step_ms <= bar_ms]
-        answers = planners.outcomes([Ask(choices[n], in_full=True) for n in near], "mesh")
-    for number, answer in zip(near, answers, strict=True):
-        found[number] = Candidate.of(choices[number], answer)
+        while near:
+            answers = planners.outcomes([Ask(choices[number], in_full=True) for number in near], "mesh")
+            for number, answer in zip(near, answers, strict=True):
+                found[number] = Candidate.of(choices[number], answer)
+            near = _next_estimate(found)
+    if all(candidate.refusal for candidate in found):
+        raise ChunkcError(found[0].refusal)
     return found
+
+
+def _next_estimate(found: Sequence[Candidate]) -> list[int]:
+    """The candidate to plan in full next: the fastest estimate, where none that was planned in full fits."""
+    if any(candidate.step_ms is not None and candidate.estimate is None for candidate in found):
+        return []
+    estimated = [number for number, candidate in enumerate(found) if candidate.estimate is not None]
+    return sorted(estimated, key=lambda number: found[number].step_ms or 0.0)[:1]
 
 
 def best_of(found: Sequence[Candidate]) -> Candidate:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from threading import Event
 from typing import IO, Final, Protocol
 
 from chunkc._torch_compat.fake_job import fake_job
@@ -28,7 +29,10 @@ from chunkc.runtime.devices.cpu_affinity import usable_cores
 from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios, Tell
 
 Outcome = Estimate | Answer | ChunkcError
-PROGRAM: Final = "import sys; sys.path[:] = {path!r}; from chunkc.cli.workers import serve; serve()"
+PROGRAM: Final = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
+    "from chunkc.cli.workers import serve; serve()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Processes:
     tell: Tell
     num_cores: int
     _by_captures: dict[str, _Worker] = field(default_factory=dict)
-    _has_stopped: bool = False
+    _stopped: Event = field(default_factory=Event)
 
     def outcomes(self, asks: Sequence[Ask], text: str) -> list[Outcome]:
         by_captures: dict[str, list[int]] = {}
@@ -113,11 +117,10 @@ class Processes:
         def ask_all(key: str) -> None:
             try:
                 worker = self._worker(key, asks[by_captures[key][0]].scenario.num_ranks)
-            except OSError as error:  # no memory or no process is left
-                replies.put(partial(_raise, ChunkcError(f"no process could be started to plan in: {error}")))
-                return
-            for number in by_captures[key]:
-                replies.put(worker.reply(number, asks[number]))
+                for number in by_captures[key]:
+                    replies.put(worker.reply(number, asks[number]))
+            except Exception as error:  # whatever it is: somebody waits for the reply
+                replies.put(partial(_raise, error))
 
         with ThreadPoolExecutor(num_at_once) as threads:
             try:
@@ -135,20 +138,24 @@ class Processes:
         return [found[number] for number in range(len(asks))]
 
     def _worker(self, key: str, num_ranks: int) -> _Worker:
+        if self._stopped.is_set():
+            raise ChunkcError("the processes have been stopped")
         worker = self._by_captures.get(key) or _Worker.started(num_ranks)
         self._by_captures[key] = worker
-        if self._has_stopped:
+        if self._stopped.is_set():
             worker.stop()
         return worker
 
     def stop(self) -> None:
         """End all processes, whatever they do."""
-        self._has_stopped = True
+        self._stopped.set()
         for worker in list(self._by_captures.values()):
             worker.stop()
 
 
-def _raise(error: ChunkcError) -> _Reply:
+def _raise(error: Exception) -> _Reply:
+    if isinstance(error, OSError):  # no memory or no process is left
+        raise ChunkcError(f"no process could be started to plan in: {error}") from error
     raise error
 
 
@@ -165,11 +172,11 @@ class _Worker:
 
     @classmethod
     def started(cls, num_ranks: int) -> _Worker:
-        """A process that stands for the first of ``num_ranks``; an interrupt of this one does not reach it."""
+        """A process that stands for the first of ``num_ranks``, and leaves an interrupt to this one."""
         command = [sys.executable, "-c", PROGRAM.format(path=sys.path)]
         environ = {**os.environ, "CHUNKC_PROGRESS": "0"}
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, start_new_session=True)
+        process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe)
         if process.stdin is None or process.stdout is None:
             raise OSError("a process with pipes has none")
         pickle.dump(num_ranks, process.stdin)
@@ -181,7 +188,7 @@ class _Worker:
             pickle.dump(ask, self.asks)
             self.asks.flush()
             outcome, lines = pickle.load(self.replies)
-        except (EOFError, OSError, ValueError):  # the last: a closed pipe
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # it has ended, or its pipes are closed
             return lambda: self._missed(ask)
         return lambda: (number, outcome, lines)
 
@@ -193,10 +200,11 @@ class _Worker:
 
     def _missed(self, ask: Ask) -> _Reply:
         code = self.process.wait()
-        why = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        if code >= 0:
+            raise RuntimeError(f"a process that planned {ask.scenario} ended with exit code {code}, as it says above")
         raise ChunkcError(
-            f"a process that planned {ask.scenario} ended {why}. If memory was short, plan the meshes one by one: "
-            "--mesh names one"
+            f"a process that planned {ask.scenario} ended by signal {-code}. If memory was short, plan the meshes one "
+            "by one: --mesh names one"
         )
 
 
@@ -213,5 +221,8 @@ def serve() -> None:
             except EOFError:
                 return
             pickle.dump((ask.outcome(scenarios), lines), replies)
-            replies.flush()
+            try:
+                replies.flush()
+            except BrokenPipeError:  # nobody is there any more
+                return
             lines.clear()

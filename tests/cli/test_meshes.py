@@ -37,6 +37,7 @@ class Machine(Scenarios):
     """Answers by mesh: milliseconds of a step, missing bytes as a negative number, or an error."""
 
     by_mesh: dict[str, int | str] = field(default_factory=dict)
+    in_full: dict[str, int | str] = field(default_factory=dict)
     asked: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def estimate(self, scenario: Scenario) -> Estimate | Answer:
@@ -47,12 +48,15 @@ class Machine(Scenarios):
         return Estimate(scenario, 1000, best)
 
     def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
-        step_ms = float(self._found(scenario, in_full=True))
+        found = self._found(scenario, in_full=True)
+        if found < 0:
+            return Answer(scenario, shortage=shortage(-found))
+        step_ms = float(found)
         return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=step_ms))
 
     def _found(self, scenario: Scenario, *, in_full: bool) -> int:
         self.asked.append((scenario.mesh, scenario.batch, in_full))
-        found = self.by_mesh[scenario.mesh]
+        found = (self.by_mesh | (self.in_full if in_full else {}))[scenario.mesh]
         if isinstance(found, str):
             raise (PlanError if "verifier" in found else ChunkcError)(found)
         return found
@@ -112,6 +116,20 @@ def test_where_none_fits_the_one_that_misses_least_is_the_answer() -> None:
     assert "the one that misses least, below, is that of\n  --mesh dp_shard=2,tp=2 --batch 6" in text
     assert "tp=4: heads do not divide" in text and "dp_shard=4: does not fit: 5.00 GiB of device memory" in text
     assert [candidate.to_json()["fits"] for candidate in found] == [False] * 3
+
+
+def test_where_an_estimate_was_too_good_the_next_one_is_planned_in_full() -> None:
+    by_mesh: dict[str, int | str] = {"dp_shard=4": 30, "dp_shard=2,tp=2": 20, "tp=4": 90}
+    machine = Machine(by_mesh=by_mesh, in_full={"dp_shard=2,tp=2": -(1 << 30), "dp_shard=4": "no such layer"})
+    found = candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
+    assert best_of(found) is found[2] and [mesh for mesh, _, in_full in machine.asked if in_full] == [
+        "dp_shard=2,tp=2",
+        "dp_shard=4",
+        "tp=4",
+    ]
+    machine.in_full = dict.fromkeys(by_mesh, "no such layer")
+    with pytest.raises(ChunkcError, match="no such layer"):
+        candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
 
 
 def test_a_model_that_no_mesh_can_be_planned_with_is_an_error() -> None:

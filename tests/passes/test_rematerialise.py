@@ -222,7 +222,10 @@ def test_what_was_priced_before_is_not_planned_again() -> None:
     assert again == choose_budget(schedule, plan_of, RATES) and set(look.candidates) < set(again.candidates)
     assert len(made) == len({s.digest() for s in made})
     too_much = choose_among(ENDS, lambda b: schedule_with(b, 100 * CHUNK_NBYTES, 1), plan_with, RATES, Priced())
-    assert [c.budget for c in too_much.candidates] == [RECOMPUTE_ALL] and not too_much.candidates[0].fits
+    assert [c.budget for c in too_much.candidates] == list(ENDS) and not too_much.best.fits
+    small = target(ROOM_NBYTES, host=CHUNK_NBYTES)
+    no_host = choose_among(ENDS, schedule, lambda given: make_fastest_plan(given, small), RATES, Priced())
+    assert [c.budget for c in no_host.candidates] == [RECOMPUTE_ALL] and not no_host.best.fits
 
 
 def test_a_search_says_what_its_plan_costs() -> None:
