@@ -102,17 +102,21 @@ class CaptureSession:
 
         Raises:
             RankError: on all ranks, where sizes differ.
-            CaptureError: where ``position_ids`` do not follow each other, as of sequences that are packed into one.
+            CaptureError: where ``position_ids`` are not those of this rank's slice in one sequence.
         """
         ranks = self.runtime.ranks
         if ranks.context is None:
             return
         positions = kwargs.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions.dim() and bool((positions.diff(dim=-1) != 1).any()):
-            raise CaptureError(
-                "cp divides sequences, and position_ids do not follow each other: sequences that are packed into one "
-                "need a mask between them, and slices have none"
-            )
+        if isinstance(positions, torch.Tensor) and positions.dim():
+            length, place = positions.shape[-1], ranks.context.place
+            wanted = torch.arange(place * length, (place + 1) * length, device=positions.device)
+            if bool((positions != wanted).any()):
+                raise CaptureError(
+                    f"cp divides sequences, and position_ids are not {place * length} to {(place + 1) * length - 1}, "
+                    f"those of slice {place + 1} of {ranks.context.size}: hand in positions of the whole sequence, "
+                    "sliced as it is; sequences that are packed into one would need a mask between them"
+                )
         tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
         ranks.agree(Kind.SLICES, lambda: [f"slices of {', '.join(str(list(tensor.shape)) for tensor in tensors)}"])
 

@@ -12,6 +12,7 @@ from rank_context import (
     SHARD_AND_CP,
     Sliced,
     compute_size_of_rank,
+    count_from_zero,
     evaluate,
     exchanged,
     refusals,
@@ -113,7 +114,7 @@ def test_evaluations_see_whole_sequences(two_ranks: Pool) -> None:
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     parts = {
         "scores": "forward computes attention by softmax",
-        "packed": "position_ids do not follow each other",
+        "packed": "position_ids are not",
         "labels": "hand in shift_labels= as well",
         "wrapped": "hand GPT2LMHeadModel its inputs by name",
         "head": "BertForSequenceClassification reads positions of whole sequences",
@@ -131,6 +132,13 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     }
     for found in two_ranks.run(refusals):
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
+
+
+def test_positions_of_another_slice_are_refused(two_ranks: Pool) -> None:
+    """Where both ranks count from 0, as whoever forgets to slice positions does."""
+    first, second = two_ranks.run(count_from_zero)
+    assert "position_ids are not 6 to 11, those of slice 2 of 2" in second
+    assert "rank 1 had its call refused" in first
 
 
 @pytest.mark.parametrize("sizes", [(8, 4), (8, 16)])

@@ -8,11 +8,11 @@ import torch
 from divided_models import DIVIDED_CASES, seeded
 from models import Batch, Case, loss_of
 from parallel_models import PARALLEL_CASES, Gpt, batches
-from rank_tensor import DoneParallel, gradients, mesh_of, read_whole, received_nbytes
+from rank_tensor import DoneParallel, mesh_of, received_nbytes, train_steps
 from rank_training import GIB, QUICK, ROOMY, machine_of
 from tiny_transformers import TINY_BERT, TINY_LLAMA
 from torch import nn
-from training import Recipe, Trained
+from training import Recipe
 
 import chunkc
 from chunkc.capture.attention import in_slices
@@ -122,23 +122,7 @@ def train(work: Sliced, max_norm: float | None = None) -> DoneParallel:
     steps = work.parts()
     model = compiled(work, work.hw or _smallest(work, steps[0][0]))
     optimizer = work.recipe.ours(model.parameters(), **work.options)
-    done = DoneParallel(Trained(), [], {})
-    for number, parts in enumerate(steps):
-        losses = []
-        for part in parts:
-            loss = loss_of(model(**part)) / len(parts)
-            loss.backward()
-            losses.append(loss.item())
-        if number == 0:
-            done.trained.gradients = gradients(model)
-        if max_norm is not None:
-            done.norms.append(chunkc.clip_grad_norm_(model, max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        done.trained.losses.append(sum(losses))
-    read_whole(done.trained, model, optimizer)
-    done.stats = chunkc.stats(model)
-    return done
+    return train_steps(model, optimizer, steps, max_norm)
 
 
 def train_in_pieces(work: Sliced, mask_nbytes: int) -> DoneParallel:
@@ -254,6 +238,17 @@ def call_within_full_params() -> None:
 
 def placed_part(name: str) -> Batch:
     return sliced(CONTEXT_CASES[name].batches()[0], 2, torch.distributed.get_rank())
+
+
+def count_from_zero() -> str:
+    """The error of a forward whose positions are those of the first slice on all ranks."""
+    model, tokens = compiled(Sliced("hf_llama"), ROOMY), placed_part("hf_llama")
+    positions = torch.arange(tokens["input_ids"].shape[1]).expand(2, -1)
+    try:
+        model(**{**tokens, "position_ids": positions})
+    except chunkc.ChunkcError as error:
+        return str(error)
+    return ""
 
 
 def compute_size_of_rank(sizes: tuple[int, int]) -> str:

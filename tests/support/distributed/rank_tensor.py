@@ -1,7 +1,7 @@
 """Training under tensor parallelism on the ranks of a job, and whole values of what they then have."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -114,8 +114,15 @@ def train(work: Parallel, max_norm: float | None = None) -> DoneParallel:
     steps = own_batches(work)
     model = compiled(work, work.hw or smallest_machine(work, steps[0][0]))
     optimizer = work.recipe.ours(model.parameters(), **work.options)
-    done = DoneParallel(Trained(), [], {})
     torch.manual_seed(work.recipe.seed + work.data_rank)
+    return train_steps(model, optimizer, steps, max_norm)
+
+
+def train_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[Sequence[Batch]], max_norm: float | None
+) -> DoneParallel:
+    """The loop over the micro-batches of each step; ``max_norm`` as of `train`."""
+    done = DoneParallel(Trained(), [], {})
     for number, parts in enumerate(steps):
         losses = []
         for part in parts:
