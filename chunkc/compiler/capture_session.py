@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,8 +20,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from chunkc._torch_compat.core import pytree
-from chunkc.capture.attention.in_slices import AttentionOfSlices
 from chunkc.capture.backend import ModelTensors, TracingOptions, capture_graph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, kept_choices
@@ -33,7 +30,6 @@ from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
 from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
-from chunkc.errors import CaptureError
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
 from chunkc.runtime.model.model import ModelRuntime
@@ -91,41 +87,6 @@ class CaptureSession:
     def tracing(self) -> TracingOptions:
         """How graphs of this model are traced on this rank."""
         return replace(self.settings.compiler.tracing, context=self.runtime.ranks.context)
-
-    def plain_attention(self) -> AbstractContextManager[object]:
-        """Within the block attention that runs without a graph sees slices of all ranks, if there are some."""
-        context = self.runtime.ranks.context
-        return nullcontext() if context is None else AttentionOfSlices(context)
-
-    def agree_on_slices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check that ranks with slices of the same sequences have them in the same sizes.
-
-        Raises:
-            RankError: on all ranks, where sizes differ.
-            CaptureError: where ``position_ids`` are not those of this rank's slice in one sequence.
-        """
-        ranks = self.runtime.ranks
-        if ranks.context is None:
-            return
-        positions = kwargs.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions.dim():
-            length, place = positions.shape[-1], ranks.context.place
-            wanted = torch.arange(place * length, (place + 1) * length, device=positions.device)
-            if bool((positions != wanted).any()):
-                raise CaptureError(
-                    f"cp divides sequences, and position_ids are not {place * length} to {(place + 1) * length - 1}, "
-                    f"those of slice {place + 1} of {ranks.context.size}: hand in positions of the whole sequence, "
-                    "sliced as it is; sequences that are packed into one would need a mask between them"
-                )
-        tensors = [value for value in pytree.tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
-        ranks.agree(Kind.SLICES, lambda: [f"slices of {', '.join(str(list(tensor.shape)) for tensor in tensors)}"])
-
-    def refuse_slices(self) -> None:
-        """Refuse a forward outside of training and evaluation, which would see one slice alone."""
-        if self.runtime.ranks.context is not None:
-            raise CaptureError(
-                "cp divides sequences, and within chunkc.full_params a forward sees one slice: call it outside"
-            )
 
     def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""

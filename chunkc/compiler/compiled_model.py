@@ -32,6 +32,7 @@ from chunkc.compiler.graph_breaks import BrokenForwards
 from chunkc.compiler.graph_entry import NotPlannedYet
 from chunkc.compiler.module_frames import add_frames
 from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of, tensors_of
+from chunkc.distributed.slices import check_slices, one_slice_alone
 from chunkc.errors import BudgetError, CaptureError, ChunkcError
 from chunkc.progress import shown
 from chunkc.runtime.model.model import ModelRuntime
@@ -78,7 +79,8 @@ class CompiledModel:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
         if self.is_open:
-            self.session.refuse_slices()
+            if self.runtime.ranks.context is not None:
+                raise one_slice_alone()
             return call_plain(self._model, args, kwargs)
         with self.runtime.ranks.agreement_scope():
             return self._call(args, kwargs)
@@ -88,9 +90,11 @@ class CompiledModel:
         args, kwargs = self._cast(args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluator(args, kwargs)
-        self.session.agree_on_slices(args, kwargs)
+        ranks = self.runtime.ranks
+        if ranks.context is not None:
+            check_slices(ranks, ranks.context, args, kwargs)
         self.runtime.before_forward()
-        if self.runtime.layout is None and self.runtime.ranks.job_size > 1:
+        if self.runtime.layout is None and ranks.job_size > 1:
             self.session.agree_on_budgets()
         if self.settings.examples:
             self._declare()

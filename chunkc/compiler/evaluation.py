@@ -27,6 +27,7 @@ from torch.fx import GraphModule
 
 from chunkc._torch_compat import capture_errors
 from chunkc._torch_compat.core import call_plain, capture_settings, compiles_here
+from chunkc.capture.attention.in_slices import AttentionOfSlices
 from chunkc.capture.backend import capture_graph
 from chunkc.compiler.build import CompiledPlan, build
 from chunkc.compiler.capture_session import CaptureSession
@@ -34,6 +35,7 @@ from chunkc.compiler.graph_entry import RuntimeReference
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
 from chunkc.distributed.agreement import Kind
+from chunkc.distributed.slices import check_slices
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.verify import verify_beside
 from chunkc.passes import Planned
@@ -84,8 +86,10 @@ class Evaluator:
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"
-        self._session.agree_on_slices(args, kwargs)
-        self._session.runtime.ranks.agree(Kind.EVALUATE, lambda: [way])
+        ranks = self._session.runtime.ranks
+        if ranks.context is not None:
+            check_slices(ranks, ranks.context, args, kwargs)
+        ranks.agree(Kind.EVALUATE, lambda: [way])
         self._seen.add(signature)
         self._last = signature
         if reason is None:
@@ -102,9 +106,10 @@ class Evaluator:
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain forward, in which every parameter gathers itself."""
         runtime = self._session.runtime
-        if runtime.ranks.context is not None:  # its operators exchange, and others wait for those of this rank
+        context = runtime.ranks.context
+        if context is not None:  # its operators exchange, and others wait for those of this rank
             place = "a forward without gradients"
-            with runtime.ranks.collective_section(place, runtime.device.synchronize), self._session.plain_attention():
+            with runtime.ranks.collective_section(place, runtime.device.synchronize), AttentionOfSlices(context):
                 return call_plain(self._session.model, args, kwargs)
         try:
             return call_plain(self._session.model, args, kwargs)
