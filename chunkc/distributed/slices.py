@@ -1,4 +1,4 @@
-"""The checks of ranks with slices of the same sequences (``cp``), before a forward: that the slices fit together."""
+"""Checks before a forward, where ranks have slices of the same sequences (``cp``)."""
 
 from __future__ import annotations
 
