@@ -14,7 +14,7 @@ from torch import nn
 from chunkc._torch_compat.core import Finalizer, without_weight_references
 from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.compiler.capture_session import Settings
-from chunkc.compiler.compiled_model import CompiledModel
+from chunkc.compiler.compiled_model import CompiledModel, views_ahead
 from chunkc.compiler.compiled_model import compiled_of as _compiled
 from chunkc.compiler.device_selection import HardwareLike, at_hand, count_libraries, device_for, update_cores
 from chunkc.compiler.full_params import full_params
@@ -37,7 +37,7 @@ from chunkc.compiler.validation import (
 from chunkc.cost.rates import known_rates
 from chunkc.distributed import job
 from chunkc.distributed.agreement import Kind
-from chunkc.distributed.mesh import RankMesh
+from chunkc.distributed.slices import first_slice
 from chunkc.distributed.stages import check_unscaled
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
@@ -52,9 +52,10 @@ from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.grad_clipping import clip_together
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
-from chunkc.runtime.params.tensor_views import TensorViews, views_of
+from chunkc.runtime.params.tensor_views import views_of
 from chunkc.runtime.update.loss_scale import LossScale
 from chunkc.scenarios.dividing import divided
+from chunkc.scenarios.slicing import sliced_ahead
 from chunkc.weights.initial import moved_buffers, share_buffers
 from chunkc.weights.streamed import stream_saves
 
@@ -250,7 +251,8 @@ def plan(
     Arguments that are not named below are those of ``compile``.
 
     Args:
-        example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
+        example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch); with
+            ``cp``, a slice of its sequences.
         world_size: ranks to plan for; default: the GPUs of ``hw``.
         mesh: as of ``compile``, for these ranks, without ``pp``. A model with ``tp`` needs no job: it may have been
             parallelised over a mesh of a fake process group (``init_process_group("fake")``).
@@ -264,7 +266,7 @@ def plan(
     check_plannable(model)
     machine = Hardware.of(hw)
     ranks = job.lay_out_ahead(mesh, machine, shard, world_size)
-    views = _views_ahead(model, ranks)
+    views = views_ahead(model, ranks)
     num_ranks = len(ranks.ranks)
     reserve += reduction_nbytes(reduce_dtype, machine, num_ranks, ranks.num_replicas)
     target = Target(
@@ -280,7 +282,7 @@ def plan(
     computed = compute_dtype(dtype, list(unique_params(model)), machine)
     compiled = getattr(model, "_compiled_call_impl", None)
     resting = compiled.settings.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext()
-    with resting, views.lent(), shown(is_first_rank=job.is_first_rank()):
+    with resting, views.lent(), sliced_ahead(model, ranks), shown(is_first_rank=job.is_first_rank()):
         in_fp32 = fp32_modules(model, keep_fp32, computed)
         factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
         return plan_ahead(
@@ -293,17 +295,8 @@ def plan(
             backend=backend,
             passes=passes,
             gpu=machine.compute_capability,
+            context=first_slice(ranks),
         )
-
-
-def _views_ahead(model: nn.Module, ranks: RankMesh) -> TensorViews:
-    """The DTensors of a model that is planned for ``ranks``; ChunkcError where it is compiled with some."""
-    compiled = getattr(model, "_compiled_call_impl", None)
-    if isinstance(compiled, CompiledModel) and compiled.runtime.parameters.shards:
-        raise ChunkcError(
-            f"{type(model).__name__} is compiled under tensor parallelism: plan it before (chunkc.plan_of has its plan)"
-        )
-    return views_of(model, ranks)
 
 
 def plan_of(model: nn.Module) -> Plan:

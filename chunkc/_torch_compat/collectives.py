@@ -16,6 +16,8 @@ from torch.distributed import distributed_c10d
 
 _NAMESPACES: Final = ("_c10d_functional::", "_dtensor::")
 _WAIT: Final = "_c10d_functional::wait_tensor"
+_SIZED: Final = ("all_gather_into_tensor", "reduce_scatter_tensor")
+"""Collectives whose last arguments are a number of ranks and their group, which need not exist in a plan ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ def _name(node: torch.fx.Node) -> str:
 
 
 def _group_size(node: torch.fx.Node) -> int:
-    """The ranks of the group that is the last argument of a collective, by name."""
+    """Ranks of a collective: its last argument but one, or those of the group that the last one names."""
+    if _name(node).split("::")[-1] in _SIZED:
+        return int(node.args[-2])  # type: ignore[arg-type]
     c10d: Any = distributed_c10d
     return int(c10d._resolve_process_group(node.args[-1]).size())

@@ -37,6 +37,8 @@ from chunkc._torch_compat.partitioning import merge_equal
 from chunkc._torch_compat.release import forget_source
 from chunkc._torch_compat.symbolic import has_unbacked_size
 from chunkc.capture.attention.in_slices import attend_across
+from chunkc.capture.attention.kernels import Capability
+from chunkc.capture.attention.tracing import trace_for_gpu
 from chunkc.capture.budgets import BudgetSchedules, GraphChooser
 from chunkc.capture.graphs import Captured, SymbolicIteration, build
 from chunkc.capture.partition import check_outputs, copied, partition, recomputable_layers
@@ -61,16 +63,16 @@ _KEEP_ALL = 1.0
 class TracingOptions:
     """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel.
 
-    ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`. ``device_type``: whose
-    kernels will run what is traced; None for those of the device it is traced on. ``context``: the ranks that have
-    slices of the same sequences, if any.
+    ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`. ``gpu``: compute capability
+    of the one whose kernels will run what is traced; None for those of the device it is traced on. ``context``: the
+    ranks that have slices of the same sequences, if any.
     """
 
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
     fuses: bool = False
     pieces: PieceSize = PieceSize()  # noqa: RUF009 - frozen
-    device_type: str | None = None
+    gpu: Capability | None = None
     context: ContextLine | None = None
 
     def rewrites(self, module: GraphModule, handed_in: Collection[Node] = ()) -> dict[str, Any]:
@@ -83,7 +85,9 @@ class TracingOptions:
             CaptureError: where ranks have slices of sequences, as of `attend_across`.
         """
         if self.context is not None:
-            attend_across(module, self.context, handed_in)
+            attend_across(module, self.context, handed_in, self.gpu)
+        if self.gpu is not None:
+            trace_for_gpu(module, self.gpu)
         if not any(is_dtensor(dynamo_value(node)) for node in module.graph.nodes):
             rewrite(module, self.pieces)
         if self.decompositions is None:
@@ -251,7 +255,7 @@ class _GraphCapture:
         """The iteration of partitioned graphs, in place, or of copies at the sizes of the call."""
         reached = self._reached if backward is not None else None
         facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.handed_in)
-        options = {"fuses": self.tracing.fuses, "device_type": self.tracing.device_type}
+        options = {"fuses": self.tracing.fuses, "device_type": None if self.tracing.gpu is None else "cuda"}
         build_one = partial(_build, facts=facts, reached=reached, trains_scalar=self.trains_scalar, options=options)
         symbolic = SymbolicIteration.of(forward, backward, build_one)
         return build_one(forward, backward) if symbolic is None else symbolic.at(symbolic.sizes())

@@ -10,7 +10,7 @@ import time
 
 from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
-from chunkc.cli.meshes import AUTO, Candidate, best_of, candidates, render
+from chunkc.cli.meshes import Candidate, best_of, candidates, render
 from chunkc.cli.options import output_path, save
 from chunkc.cli.output import one_line, show, tell
 from chunkc.cli.screen import answer_json, render_answer
@@ -26,6 +26,7 @@ from chunkc.cli.subjects import (
     title_of,
     transformer_of,
 )
+from chunkc.distributed.mesh import AUTO
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan

@@ -9,6 +9,7 @@ from typing import Any, Final
 from chunkc.cli.advice import Advice, missing
 from chunkc.cost.actions import exchanged_ms
 from chunkc.cost.rates import cost_rates
+from chunkc.distributed.mesh import CP, TP
 from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import Budget
 from chunkc.ir.tiers import Tier
@@ -86,7 +87,8 @@ def _exchanges(answer: Answer, hw: Hardware) -> Iterator[str]:
     if plan is not None and timeline is not None and number:
         elapsed_ms = exchanged_ms(plan, cost_rates(hw))
         takes = f"{duration(elapsed_ms)}, {percent(elapsed_ms, timeline.step_ms)} of the step"
-        yield f"along tp  {number:,} collectives, {size(nbytes)} to each rank: {takes}"
+        dim = CP if CP in dict(plan.mesh) else TP
+        yield f"along {dim}  {number:,} collectives, {size(nbytes)} to each rank: {takes}"
 
 
 def _speeds(timeline: Timeline) -> str:

@@ -6,7 +6,6 @@ import argparse
 import json
 
 from chunkc.cli import pictures
-from chunkc.cli.meshes import AUTO
 from chunkc.cli.options import load_plan
 from chunkc.cli.output import show, tell
 from chunkc.cli.subjects import (
@@ -19,6 +18,7 @@ from chunkc.cli.subjects import (
     refuse_model_options,
     tell_caveat,
 )
+from chunkc.distributed.mesh import AUTO
 from chunkc.errors import ChunkcError
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate

@@ -56,8 +56,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="NAME=N,...",
-        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, tp; auto, of `chunkc plan`: the "
-        "fastest, where --batch is that of a rank (default: as --shard says)",
+        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, cp (slices of --seq tokens), tp; "
+        "auto, of `chunkc plan`: the fastest, where --batch is that of a rank (default: as --shard says)",
     )
     parser.add_argument(
         "--shard",

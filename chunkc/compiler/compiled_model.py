@@ -32,10 +32,12 @@ from chunkc.compiler.graph_breaks import BrokenForwards
 from chunkc.compiler.graph_entry import NotPlannedYet
 from chunkc.compiler.module_frames import add_frames
 from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of, tensors_of
+from chunkc.distributed.mesh import RankMesh
 from chunkc.distributed.slices import check_slices, one_slice_alone
 from chunkc.errors import BudgetError, CaptureError, ChunkcError
 from chunkc.progress import shown
 from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.params.tensor_views import TensorViews, views_of
 
 logger = logging.getLogger("chunkc")
 
@@ -352,3 +354,13 @@ def compiled_of(model: nn.Module) -> CompiledModel:
     if not isinstance(compiled, CompiledModel):
         raise ChunkcError(f"this {type(model).__name__} was not compiled by chunkc.compile")
     return compiled
+
+
+def views_ahead(model: nn.Module, ranks: RankMesh) -> TensorViews:
+    """The DTensors of a model that is planned for ``ranks``; ChunkcError where it is compiled with some."""
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if isinstance(compiled, CompiledModel) and compiled.runtime.parameters.shards:
+        raise ChunkcError(
+            f"{type(model).__name__} is compiled under tensor parallelism: plan it before (chunkc.plan_of has its plan)"
+        )
+    return views_of(model, ranks)

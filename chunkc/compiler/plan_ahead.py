@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from chunkc._torch_compat import capture_errors
+from chunkc._torch_compat.collectives import ContextLine
 from chunkc._torch_compat.core import (
     FakeTensorMode,
     call_plain,
@@ -30,7 +31,6 @@ from chunkc._torch_compat.core import (
 )
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.attention.kernels import Capability
-from chunkc.capture.attention.tracing import trace_for_gpu
 from chunkc.capture.backend import ModelTensors, capture_graph
 from chunkc.capture.budgets import GraphChooser
 from chunkc.capture.graphs import Captured
@@ -76,6 +76,7 @@ def plan_ahead(
     passes: Sequence[Pass] | None = None,
     in_fp32: Fp32Modules | None = None,
     gpu: Capability | None = None,
+    context: ContextLine | None = None,
 ) -> Plan:
     """Return the verified plan of one iteration of ``model``.
 
@@ -86,6 +87,7 @@ def plan_ahead(
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
         in_fp32: the parameters that stay in fp32.
         gpu: compute capability of the target, whose kernels of attention are traced; None: those of the CPU.
+        context: ranks that have slices of the same sequences, those of the inputs among them; they need not exist.
 
     Raises:
         BudgetError: when the model does not fit ``target``.
@@ -95,7 +97,7 @@ def plan_ahead(
     infos = param_infos(model, dtype, (in_fp32 or Fp32Modules()).params)
 
     def capture(choose: GraphChooser | None) -> Captured:
-        return capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, gpu=gpu)
+        return capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, gpu=gpu, context=context)
 
     captured = captured_by_layers(model, capture, choose, infos)
     if captured is None:
@@ -152,12 +154,11 @@ def capture_ahead(
     in_fp32: Fp32Modules | None = None,
     *,
     gpu: Capability | None = None,
+    context: ContextLine | None = None,
 ) -> Captured:
     """Capture one iteration of ``model``, which stays as it is; arguments and errors as of `plan_ahead`."""
 
     def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if gpu is not None:
-            trace_for_gpu(module, gpu)
         captured, _ = capture_graph(module, graph_inputs, tensors, tracing, choose=choose_budget, trains_scalar=True)
         raise _CaptureDone(replace(captured, general=None))
 
@@ -165,9 +166,7 @@ def capture_ahead(
         return call_plain(model, args, kwargs)
 
     started = time.perf_counter()
-    in_fp32, tracing = in_fp32 or Fp32Modules(), SegmentCompiler.of(backend).tracing
-    if gpu is not None:
-        tracing = replace(tracing, device_type="cuda")
+    in_fp32, tracing = in_fp32 or Fp32Modules(), replace(SegmentCompiler.of(backend).tracing, context=context, gpu=gpu)
     params = list(unique_params(model))
     fakes = _Fakes(dict(zip(params, param_infos(model, dtype, in_fp32.params), strict=True)))
     with in_fp32.attached(), FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):

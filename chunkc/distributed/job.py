@@ -65,11 +65,6 @@ def lay_out_ahead(
     default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
     _check_shard(mesh, shard)
     laid_out = rank_mesh(mesh, len(default.ranks), default, owner=f"the plan for {machine}")
-    if laid_out.num_context > 1:
-        raise ChunkcError(
-            f"the mesh has cp={laid_out.num_context}, which plans ahead do not know yet: chunkc.compile takes it in a "
-            "job, and plan_of has its plan"
-        )
     if laid_out.num_stages > 1:
         raise ChunkcError(
             f"the mesh has {laid_out.num_stages} stages of a pipeline (pp), which chunkc.plan does not divide a model "

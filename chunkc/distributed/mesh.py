@@ -28,6 +28,8 @@ from chunkc._torch_compat.collectives import is_dtensor
 from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.errors import ChunkcError
 
+AUTO: Final = "auto"
+"""In place of a mesh: the fastest one, which `chunkc plan` searches for."""
 PP: Final = "pp"
 CP: Final = "cp"
 DP_REPLICATE: Final = "dp_replicate"
@@ -179,6 +181,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _sizes_of_text(text: str, num_ranks: int, owner: str) -> dict[str, int]:
     given: dict[str, int] = {}
+    if text == AUTO:
+        raise ChunkcError(
+            "mesh='auto' is for `chunkc plan --mesh auto`, which names the fastest mesh: give that one here, since the "
+            "script must know which ranks take batches of their own"
+        )
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not size.isascii() or not size.isdigit() or int(size) < 1 or name in given:

@@ -10,8 +10,14 @@ import torch
 from chunkc._torch_compat.collectives import ContextLine
 from chunkc._torch_compat.core import pytree
 from chunkc.distributed.agreement import Kind
+from chunkc.distributed.mesh import RankMesh
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import CaptureError
+
+
+def first_slice(mesh: RankMesh) -> ContextLine | None:
+    """The first place along ``cp``, in a group that does not exist; None for a mesh without ``cp``."""
+    return ContextLine("cp", mesh.num_context, 0) if mesh.num_context > 1 else None
 
 
 def check_slices(ranks: Ranks, line: ContextLine, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

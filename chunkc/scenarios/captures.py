@@ -23,12 +23,14 @@ from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
 from chunkc.distributed.mesh import TP, RankMesh
+from chunkc.distributed.slices import first_slice
 from chunkc.hardware import Hardware
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.passes.rematerialise import KEEP_ALL
 from chunkc.progress import stage
 from chunkc.runtime.params.tensor_views import views_of
 from chunkc.scenarios.models import Transformer, parallelise
+from chunkc.scenarios.slicing import sliced_ahead
 
 logger = logging.getLogger("chunkc")
 
@@ -39,6 +41,7 @@ class Subject:
 
     ``batch`` sequences of ``sequence`` tokens; ``dtype``: compute dtype, or ``auto``; ``backend``: what would compile
     the segments. ``num_tensor`` ranks compute a forward together: the first ones of a job, which may be a fake one.
+    ``num_slices`` have slices of the same sequences.
     """
 
     model: Transformer
@@ -48,12 +51,14 @@ class Subject:
     backend: Backend
     hw: Hardware
     num_tensor: int = 1
+    num_slices: int = 1
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal where captures are."""
+        ranks = (self.num_tensor, self.num_slices)
         machine = (self.hw.compute_dtype, self.hw.compute_capability)
-        return (repr(self.model), self.batch, self.sequence, self.dtype, self.backend, self.num_tensor, *machine)
+        return (repr(self.model), self.batch, self.sequence, self.dtype, self.backend, *ranks, *machine)
 
     @property
     def num_layers(self) -> int | None:
@@ -79,14 +84,17 @@ class Subject:
         model, num = transformer.build(), self.num_tensor
         if num > 1:
             parallelise(model, transformer.label, first_line(num, TP))
-        with views_of(model, RankMesh(1, 1, num, tuple(range(num)))).lent():
+        ranks = tuple(range(self.num_slices * num))
+        mesh = RankMesh(1, self.num_slices, num, ranks, num_context=self.num_slices)
+        with sliced_ahead(model, mesh), views_of(model, mesh).lent():
             yield model
 
     def capture(self, num_layers: int | None, shares: Sequence[float]) -> list[CapturedAhead]:
         """Capture the model with ``num_layers`` layers, partitioned for each of ``shares``; None: as it is."""
         stage("building the model")
         transformer = self.model if num_layers is None else self.model.with_depth(num_layers)
-        inputs, estimates = transformer.inputs(self.batch, self.sequence), dict[float, tuple[Schedule, ...]]()
+        inputs = transformer.inputs(self.batch, self.sequence, self.num_slices)
+        estimates = dict[float, tuple[Schedule, ...]]()
 
         def choose(schedules: BudgetSchedules) -> tuple[float, str]:
             estimates.update((keep, schedules.estimates(keep)) for keep in shares[:-1])
@@ -95,7 +103,11 @@ class Subject:
         chooser = None if list(shares) == [KEEP_ALL] else choose
         with self._built(transformer) as model:
             dtype = compute_dtype(self.dtype, list(unique_params(model)), self.hw)
-            captured = capture_ahead(model, dtype, inputs, self.backend, chooser, gpu=self.hw.compute_capability)
+            captured = capture_ahead(
+                *(model, dtype, inputs, self.backend, chooser),
+                gpu=self.hw.compute_capability,
+                context=first_slice(RankMesh(1, self.num_slices, 1, (0,), num_context=self.num_slices)),
+            )
         estimates[shares[-1]] = captured.estimates
         return [CapturedAhead(estimates.get(keep, captured.estimates), captured.stages) for keep in shares]
 

@@ -70,7 +70,8 @@ class Scenario:
     """One question: a model that is trained on a machine.
 
     Attributes:
-        batch: sequences of one rank in a forward. sequence: tokens of each. accumulate: micro-batches of a step.
+        batch: sequences of one rank in a forward. sequence: tokens of each, which ranks along ``cp`` divide.
+        accumulate: micro-batches of a step.
         recompute: whether layers are computed again in backward. kept_share: of the layers, those, at the end, that
             are not, where ``recompute`` is ``partial``.
         dtype: compute dtype, or ``auto``.
@@ -125,7 +126,8 @@ class Scenario:
     @property
     def subject(self) -> Subject:
         """Subject of the capture."""
-        return Subject(self.model, self.batch, self.sequence, self.dtype, self.backend, self.hw, self.ranks.num_tensor)
+        numbers, ranks = (self.batch, self.sequence), self.ranks
+        return Subject(*(self.model, *numbers, self.dtype, self.backend, self.hw), ranks.num_tensor, ranks.num_context)
 
     @property
     def ranks(self) -> RankMesh:

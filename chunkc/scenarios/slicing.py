@@ -9,7 +9,7 @@ stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
@@ -37,26 +37,32 @@ def sliced(model: nn.Module, ranks: RankMesh) -> Iterator[None]:
     Raises:
         ChunkcError: for an architecture whose attention is not known here, or a head that reads one position.
     """
-    found = list(_outermost(model)) if ranks.num_context > 1 else []
-    if not found:
+    with _seeing_slices(model, ranks) as undo:
         yield
-        return
+        undo.pop_all()
+
+
+@contextmanager
+def sliced_ahead(model: nn.Module, ranks: RankMesh) -> Iterator[None]:
+    """`sliced` within the block alone, in which the model is planned."""
+    with _seeing_slices(model, ranks):
+        yield
+
+
+def _seeing_slices(model: nn.Module, ranks: RankMesh) -> ExitStack:
+    """Let transformers models in ``model`` see slices, until what is returned is closed."""
+    found = list(_outermost(model)) if ranks.num_context > 1 else []
     for part in found:
         _check(part, ranks)
-    from transformers import AttentionInterface
+    with ExitStack() as undo:
+        for part in found:
+            from transformers import AttentionInterface
 
-    AttentionInterface.register(_NAME, _attention)
-    before = [part.config._attn_implementation for part in found]
-    for part in found:
-        part.set_attn_implementation(_NAME)
-    hooks = [part.register_forward_pre_hook(_check_inputs, with_kwargs=True) for part in found]
-    try:
-        yield
-    except BaseException:
-        for part, hook, implementation in zip(found, hooks, before, strict=True):
-            hook.remove()
-            part.set_attn_implementation(implementation)
-        raise
+            AttentionInterface.register(_NAME, _attention)
+            undo.callback(part.set_attn_implementation, part.config._attn_implementation)
+            part.set_attn_implementation(_NAME)
+            undo.callback(part.register_forward_pre_hook(_check_inputs, with_kwargs=True).remove)
+        return undo.pop_all()
 
 
 def _outermost(module: nn.Module) -> Iterator[Any]:

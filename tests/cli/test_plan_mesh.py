@@ -70,6 +70,34 @@ def test_the_screen_names_the_mesh_and_the_exchanges(capsys: pytest.CaptureFixtu
     assert "along tp 17 collectives, " in out and " to each rank: " in out
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_ranks_take_slices_of_a_sequence(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of two has half of the tokens, and gathers keys and values of the rest in each of two layers."""
+    config, architecture, key_width = {
+        "llama": (TINY_LLAMA.config, "LlamaForCausalLM", 16),
+        "gpt2": (TINY_GPT.config, "GPT2LMHeadModel", 32),
+    }[kind]
+    (folder / "model.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    found = {}
+    for mesh in ("dp_shard=2", "cp=2"):
+        command = ["plan", "model.json", "--hw", "2xa100-40g-1024g", "--mesh", mesh, "--seq", "16", *QUICK]
+        assert main([*command, "--json", "--save", f"{mesh}.plan"]) == 0
+        found[mesh] = json.loads(capsys.readouterr().out)
+    whole, half = (Plan.load(f"{mesh}.plan") for mesh in found)
+    assert half.mesh == (("cp", 2),) and half.num_tokens == whole.num_tokens // 2 == 8
+    num_samples = [each["samples_per_s"] * each["step_ms"] / 1e3 for each in found.values()]
+    assert num_samples == pytest.approx([2, 1])
+    # of each token of the other rank, for each of two layers, keys and values come in forward; gradients of the own
+    # ones in backward; all in bf16
+    assert found["cp=2"]["exchanged_nbytes"] == half.num_tokens * 2 * (2 + 2) * key_width * 2
+
+
+def test_slices_of_a_sequence_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "llama/config.json", "--hw", "4xa100-40g-1024g", "--mesh", "cp=4", *QUICK]
+    assert main([*command, "--seq", "10"]) == 2
+    assert "cp=4 divides sequences into equal slices, and they have 10 tokens" in capsys.readouterr().err
+
+
 def test_a_gpt_that_no_job_trains_so_is_planned_with_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "gpt.json").write_text(json.dumps({**TINY_GPT.config, "architectures": ["GPT2LMHeadModel"]}))
     for command, mesh, is_told in (

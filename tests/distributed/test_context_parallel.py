@@ -55,7 +55,8 @@ def test_two_slices_train_as_one_process(name: str, two_ranks: Pool) -> None:
 
 def test_masks_of_few_queries_hide_the_same_keys(two_ranks: Pool) -> None:
     """Three queries at a time see what all would: the second slice begins at key 8."""
-    check(two_ranks.run(train_in_pieces, Sliced("llama"), 3 * 16), Sliced("llama"), 1)
+    work = Sliced("gpt_folded")
+    check(two_ranks.run(train_in_pieces, work, 3 * 16), work, 1)
 
 
 @pytest.mark.slow
@@ -128,7 +129,6 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         "padding": "LlamaForCausalLM is handed an attention_mask",
         "window": "attention has sliding_window=4",
         "architecture": "T5ForConditionalGeneration is of the kind 't5'",
-        "plan": "which plans ahead do not know yet",
     }
     for found in two_ranks.run(refusals):
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found

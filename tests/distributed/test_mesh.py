@@ -77,6 +77,7 @@ def test_dp_shard_takes_what_is_left(text: str) -> None:
         ("data=8", "supported are"),
         ("tp=3", "has 3 ranks, and the job has 8"),
         ("tp=2,dp_shard=2", "has 4 ranks, and the job has 8"),
+        ("auto", "`chunkc plan --mesh auto`, which names the fastest mesh"),
         ("tp", "each dimension once"),
         ("tp=0", "each dimension once"),
         ("tp=2,tp=4", "each dimension once"),

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from job import Pool
+from models import loss_of
 from parallel_models import PARALLEL_CASES, parallelise
+from rank_context import SHARD_AND_CP, Sliced, sliced
+from rank_context import planned_text as planned_text_of_slices
 from rank_tensor import TP, TP_AND_SHARD, Parallel, mesh_of, planned_text
 from torch import nn
 
@@ -71,6 +74,55 @@ def test_two_tensor_ranks_make_that_plan(name: str, two_ranks: Pool) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama_sequence", "gpt"])
 def test_tensor_and_data_ranks_make_that_plan(name: str, four_ranks: Pool) -> None:
     check(Parallel(name, TP_AND_SHARD), four_ranks, 4)
+
+
+def plan_slices(work: Sliced, hw: Any, device: str = "cpu", **options: Any) -> Plan:
+    """Without any job."""
+    with torch.device(device):
+        model = work.case.build()
+    options = {"dtype": torch.float32, "backend": "eager", "accumulate": work.accumulate} | options
+    example = sliced(work.case.batches()[0], work.num_slices, 0)
+    mesh = ",".join(f"{name}={size}" for name, size in work.mesh)
+    return chunkc.plan(model, hw, example_inputs=example, mesh=mesh, **options)
+
+
+def check_slices(work: Sliced, pool: Pool, num_ranks: int) -> None:
+    """Text by text and digest by digest, on the smallest machine, so that chunks move."""
+    named = chunkc.Hardware.parse(f"{num_ranks}xemulated-1k-4g")
+    with pytest.raises(chunkc.BudgetError) as caught:
+        plan_slices(work, named)
+    nbytes = caught.value.min_device_nbytes
+    hw = replace(named, name=f"{num_ranks}xemulated-{nbytes}-4g", gpu_memory_nbytes=nbytes)
+    ahead = plan_slices(work, hw)
+    assert plan_slices(work, hw, device="meta").digest() == ahead.digest()
+    texts = pool.run(planned_text_of_slices, replace(work, hw=hw), timeout_s=400)
+    assert texts[0] == (replace(ahead, stages=()).text(), ahead.digest())
+    assert len(ahead.segments) > 2 and "fetch" in texts[0][0]
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf_llama"])
+def test_ranks_with_slices_make_that_plan(name: str, two_ranks: Pool) -> None:
+    check_slices(Sliced(name), two_ranks, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "hf_bert", "gpt_wrapped"])
+def test_slices_beside_data_ranks_make_that_plan(name: str, four_ranks: Pool) -> None:
+    check_slices(Sliced(name, SHARD_AND_CP, accumulate=2), four_ranks, 4)
+
+
+def test_a_model_planned_with_slices_sees_whole_sequences_again() -> None:
+    model, batch = Sliced("hf_llama").case.build().eval(), Sliced("hf_llama").case.batches()[0]
+    with torch.no_grad():
+        before = loss_of(model(**batch))
+    hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
+    options: dict[str, Any] = {"mesh": "cp=2", "backend": "eager"}
+    chunkc.plan(model.train(), "2xemulated-2m-1g", example_inputs=sliced(batch, 2, 0), **options)
+    with pytest.raises(chunkc.CaptureError, match="hand LlamaForCausalLM its inputs by name"):
+        chunkc.plan(model, "2xemulated-2m-1g", example_inputs=(batch["input_ids"],), **options)
+    assert hooks == [dict(module._forward_pre_hooks) for module in model.modules()]
+    with torch.no_grad():
+        assert torch.equal(loss_of(model.eval()(**batch)), before)
 
 
 def test_micro_batches_and_parts_of_the_meta_device(four: None) -> None:

@@ -8,13 +8,16 @@ keys and values of whole sequences:
 
 This is context parallelism by all-gather, as Llama 3 was trained with ("The Llama 3 Herd of Models", 2024, section
 3.3.2), with slices that follow each other. Backward adds up what all ranks give back to a slice (reduce-scatter). The
-shapes are the same on all ranks, and so are the plans; queries of the first slices meet keys that their mask hides.
-A causal mask is made for some queries at a time, so that it takes `MASK_NBYTES` at most.
+shapes are the same on all ranks, and so are the plans; queries of the first slices meet keys that count as nothing.
+
+Causal attention runs slice by slice, by kernels without masks (`chunkc.capture.attention.slice_by_slice`). Where none
+serves, as with dropout, a mask is made for some queries at a time, so that it takes `MASK_NBYTES` at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,6 +28,9 @@ from torch.overrides import TorchFunctionMode
 from chunkc._torch_compat.collectives import ContextLine, gathered
 from chunkc._torch_compat.core import dynamo_value, pytree
 from chunkc._torch_compat.symbolic import size_hint
+from chunkc.capture.attention.kernels import Capability
+from chunkc.capture.attention.slice_by_slice import attend_slice_by_slice, slice_kernel
+from chunkc.capture.attention.tracing import attend as attend_on_gpu
 from chunkc.errors import CaptureError
 
 MASK_NBYTES: Final = 64 << 20
@@ -36,10 +42,13 @@ _OTHERS: Final = ("multi_head_attention_forward", "scaled_dot_product", "flex_at
 """Parts of the names of functions that are attention, too."""
 
 
-def attend_across(module: GraphModule, line: ContextLine, handed_in: Collection[Node]) -> None:
+def attend_across(
+    module: GraphModule, line: ContextLine, handed_in: Collection[Node], gpu: Capability | None = None
+) -> None:
     """Let every attention of a graph of Dynamo's, in place, see the slices of all ranks of ``line``.
 
-    ``handed_in``: placeholders of the caller's tensors, which are slices; others are parameters and buffers.
+    ``handed_in``: placeholders of the caller's tensors, which are slices; others are parameters and buffers. ``gpu``:
+    by whose kernels, where the graph is planned for one.
 
     Raises:
         CaptureError: where a mask is handed in, where scores are computed one operator at a time, where values as long
@@ -59,7 +68,7 @@ def attend_across(module: GraphModule, line: ContextLine, handed_in: Collection[
     slices = {node for node in handed_in if isinstance(dynamo_value(node), torch.Tensor)}
     _refuse_own_positions(module, slices, lengths)
     for call in calls:
-        _replace(call, line)
+        _replace(call, line, gpu)
     for part in module.modules():
         if isinstance(part, GraphModule):
             part.graph.lint()
@@ -165,8 +174,10 @@ def _operands(
     return operands, {**given, "group_name": line.group_name, "size": line.size, "place": line.place}
 
 
-def _replace(call: Node, line: ContextLine) -> None:
+def _replace(call: Node, line: ContextLine, gpu: Capability | None) -> None:
     operands, options = _operands(call.args, call.kwargs, line)
+    if gpu is not None:
+        options["gpu"] = gpu
     with call.graph.inserting_before(call):
         found = call.graph.call_function(attention_of_slice, operands, options)
     found.meta = call.meta.copy()
@@ -183,6 +194,7 @@ def attention_of_slice(
     size: int,
     place: int,
     is_causal: bool = False,
+    gpu: Capability | None = None,
     **options: Any,
 ) -> torch.Tensor:
     """Attention of this rank's queries and the keys of all ``size`` ranks; this slice is number ``place``.
@@ -190,24 +202,43 @@ def attention_of_slice(
     Args:
         query: [..., heads, length, width]; key, value: the same with their own heads, and length where not causal.
         group_name: of the ranks, in the order of their slices.
+        gpu: by whose kernel, on fake tensors.
         options: those of `torch.nn.functional.scaled_dot_product_attention`.
 
     Returns:
         [..., heads, length, width of values].
     """
-    length = query.shape[_SEQUENCE]
+    if gpu is None and query.is_cuda:
+        gpu = torch.cuda.get_device_capability(query.device)
     line = ContextLine(group_name, size, place)
     whole_key, whole_value = (_gathered(part, line) for part in (key, value))
+    kernel = slice_kernel((query, key, value), place, size, gpu, **options) if is_causal else None
+    if kernel is not None:
+        return attend_slice_by_slice(query, whole_key, whole_value, kernel)
     attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
+    if gpu is not None and not query.is_cuda:
+        attend = partial(attend_on_gpu, gpu=gpu)
     if not is_causal:
         return attend(query, whole_key, whole_value, **options)
+    return _masked(partial(attend, **options), query, whole_key, whole_value, line)
+
+
+def _masked(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    whole_key: torch.Tensor,
+    whole_value: torch.Tensor,
+    line: ContextLine,
+) -> torch.Tensor:
+    """Causal attention with a mask, for some queries at a time."""
+    length, size = query.shape[_SEQUENCE], line.size
     positions = torch.arange(length * size, device=query.device)
     step = max(1, MASK_NBYTES // (length * size))
     pieces = []
     for start in range(0, length, step):
         rows = query.narrow(_SEQUENCE, start, min(step, length - start))
-        seen = positions.narrow(0, place * length + start, rows.shape[_SEQUENCE]).unsqueeze(1) >= positions
-        pieces.append(attend(rows, whole_key, whole_value, attn_mask=seen, **options))
+        seen = positions.narrow(0, line.place * length + start, rows.shape[_SEQUENCE]).unsqueeze(1) >= positions
+        pieces.append(attend(rows, whole_key, whole_value, attn_mask=seen))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, _SEQUENCE)
 
 

@@ -98,19 +98,28 @@ class Transformer:
             checkpoint_layers(model, self.label)
         return model.train()
 
-    def inputs(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    def inputs(self, batch: int, sequence: int, num_slices: int = 1) -> dict[str, torch.Tensor]:
         """Tokens [batch, sequence] and labels, of tokens or of whole sequences, int64 on the meta device.
 
+        ``num_slices``: of the sequences, of which one is handed in with its positions: [batch, sequence / num_slices].
+
         Raises:
-            ChunkcError: when the model has too few positions.
+            ChunkcError: when the model has too few positions, or slices differ in length.
         """
         for key, length in self._lengths().items():
             if sequence > length:
                 raise ChunkcError(f"{self.label} takes at most {length} tokens ({key}), found {sequence}")
-        tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+        if sequence % num_slices:
+            raise ChunkcError(f"cp={num_slices} divides sequences into equal slices, and they have {sequence} tokens")
+        tokens = torch.empty(batch, sequence // num_slices, dtype=torch.long, device="meta")
         of_sequences = self.head is Head.CLASSIFICATION
         labels = torch.empty(batch, dtype=torch.long, device="meta") if of_sequences else tokens
-        return {"input_ids": tokens, "labels": labels}
+        found = {"input_ids": tokens, "labels": labels}
+        if num_slices > 1:
+            found["position_ids"] = tokens
+            found |= {"shift_labels": tokens} if self.head is Head.CAUSAL else {}
+            found |= {"token_type_ids": tokens} if self.config["model_type"] == "bert" else {}
+        return found
 
 
 def checkpoint_layers(model: object, label: str) -> None:

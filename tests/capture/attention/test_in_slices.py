@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_context import Sliced, sliced
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from chunkc._torch_compat.collectives import ContextLine
 from chunkc.capture.attention import in_slices
 from chunkc.capture.attention.in_slices import AttentionOfSlices, attend_across, attention_of_slice
+from chunkc.compiler.plan_ahead import capture_ahead
+from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import CaptureError
+from chunkc.scenarios.slicing import sliced_ahead
 
 LENGTH = 7
 
@@ -42,9 +46,9 @@ def operands(num_heads: int = 2) -> list[torch.Tensor]:
 def test_a_slice_that_is_the_whole_attends_as_ever(
     options: dict[str, object], mask_nbytes: int, line: ContextLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever number of queries have their mask at a time; gradients too."""
+    """Whatever number of queries have their mask at a time, without which those of three dimensions are not served."""
     monkeypatch.setattr(in_slices, "MASK_NBYTES", mask_nbytes)
-    given, others = operands(), operands()
+    given, others = ([part.detach().flatten(0, 1).requires_grad_() for part in operands()] for _ in range(2))
     place = {"group_name": line.group_name, "size": line.size, "place": line.place}
     found = attention_of_slice(*given, **place, **options)  # type: ignore[arg-type]
     wanted = F.scaled_dot_product_attention(*others, **options)  # type: ignore[arg-type]
@@ -182,3 +186,19 @@ def test_what_follows_from_slices_is_not(
 ) -> None:
     module = graph_of(function, torch.ones(1, 2, LENGTH, 4), is_dynamic=is_dynamic)
     attend_across(module, line, inputs_of(module))
+
+
+@pytest.mark.parametrize("num_slices", [2, 4])
+@pytest.mark.parametrize("name", ["gpt", "hf_qwen3", "gpt_folded"])
+def test_all_ranks_capture_the_same_schedule(name: str, num_slices: int) -> None:
+    """Of heads that are grouped or not, and with masks: the ranks plan by it, each for itself."""
+    work = Sliced(name)
+    model, example = work.case.build(), sliced(work.case.batches()[0], num_slices, 0)
+    ranks = RankMesh(1, num_slices, 1, tuple(range(num_slices)), num_context=num_slices)
+    schedules = []
+    for place in range(num_slices):
+        with sliced_ahead(model, ranks):
+            line = ContextLine("cp", num_slices, place)
+            captured = capture_ahead(model, torch.bfloat16, example, "inductor", context=line)
+        schedules.append(captured.schedule)
+    assert all(schedule == schedules[0] for schedule in schedules)

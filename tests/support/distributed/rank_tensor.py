@@ -190,6 +190,10 @@ def planned_text(work: Parallel) -> tuple[str, str]:
     """The plan of this rank as text, without the times that planning took, and its digest."""
     model = compiled(work, work.hw)
     model(**own_batches(work)[0][0]).backward()
+    return text_of(model)
+
+
+def text_of(model: nn.Module) -> tuple[str, str]:
     plan = chunkc.plan_of(model)
     return replace(plan, stages=()).text(), plan.digest()
 
