@@ -23,6 +23,7 @@ export OMP_WAIT_POLICY := passive
 help:
 	@echo 'make demo                       train a small model under a budget, beside plain PyTorch (DEMO_ARGS=...)'
 	@echo 'make test                       the tests, with what is skipped and why (TEST_ARGS="-k adam")'
+	@echo 'make test TEST_ARGS=--long      with those that take several seconds each, as CI runs them'
 	@echo 'make architectures              train every architecture against plain PyTorch, write docs/architectures.md'
 	@echo 'make lint                       ruff, ruff format and strict mypy'
 	@echo 'make docs                       the documentation site, in site/, strictly: a warning is an error'
@@ -59,7 +60,7 @@ docs: $(VENV)/.stamp
 
 # Other versions of torch warn of other things, so warnings are shown there and are no errors.
 test-compat: $(COMPAT)/.stamp
-	$(COMPAT)/bin/pytest $(PYTEST_ARGS) -W default $(TEST_ARGS)
+	$(COMPAT)/bin/pytest $(PYTEST_ARGS) -W default --long $(TEST_ARGS)
 
 $(COMPAT)/.stamp: pyproject.toml constraints.txt
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)

@@ -17,6 +17,7 @@ NUM_SLOWEST = 20
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    parser.addoption("--long", action="store_true", help="run tests that take several seconds too, as CI does")
     parser.addoption("--soak", action="store_true", help="run full counts: tests marked slow, 2000 hypothesis examples")
     parser.addoption(
         "--stand-in",
@@ -57,14 +58,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     absent = {}
     if not config.getoption("--soak"):
         absent["slow"] = "slow: runs with --soak (make soak)"
+        if not config.getoption("--long"):
+            absent["long"] = "long: runs with --long (make test TEST_ARGS=--long)"
     if not torch.cuda.is_available() and config.getoption("--stand-in") is None:
         absent["gpu"] = "gpu: no CUDA device is available"
     if not torch.distributed.is_available() or os.name != "posix":
         absent["distributed"] = "distributed: torch.distributed is not available"
     for item in items:
         for marker, reason in absent.items():
-            if item.get_closest_marker(marker) is not None:
+            mark = item.get_closest_marker(marker)
+            if mark is not None and not _is_case(item, mark.kwargs.get("but")):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _is_case(item: pytest.Item, case: str | None) -> bool:
+    """Whether ``item`` is the ``case`` of a parametrized test that a mark leaves out."""
+    return case is not None and item.name.endswith(f"[{case}]")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -59,6 +59,7 @@ def imported_from(folder: Path, *installed: Path) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_the_root_of_a_checkout_imports_the_checkout(checkout: Path) -> None:
     """``python -c "import chunkc"`` finds the folder ``chunkc`` of the checkout, below which there is no ``passes``."""
     assert imported_from(checkout) == {
@@ -79,6 +80,7 @@ def test_any_other_folder_imports_the_installed_package(installed: Path, tmp_pat
     }
 
 
+@pytest.mark.long
 def test_an_install_has_every_file_once_and_one_name_at_top_level(installed: Path) -> None:
     sources = {
         f"{package}/{path.relative_to(ROOT / folder).as_posix()}"

@@ -110,6 +110,7 @@ with chunkc.graceful_exit() as stop:
 """
 
 
+@pytest.mark.long
 def test_a_process_ends_with_the_documented_code_when_its_save_is_whole(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", STOPPED, tmp_path], timeout=120, check=False)
     assert done.returncode == 143

@@ -31,6 +31,7 @@ def test_a_few_run_on_a_stand_in_without_plugins() -> None:
     assert "3 passed" in said, said
 
 
+@pytest.mark.long
 def test_without_a_gpu_they_are_skipped_with_a_reason() -> None:
     said = run("tests/gpu/test_races_gpu.py", "tests/acceptance/test_memory.py", *WITHOUT_PLUGINS)
     assert "passed" not in said and "gpu: no CUDA device is available" in said
@@ -130,6 +131,7 @@ def outcomes(out: Path) -> dict[str, dict[str, Any]]:
     return {record["test"]: record for record in found}
 
 
+@pytest.mark.long
 def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: Path) -> None:
     runner = start(folder, tmp_path, "fails,dies,stands,lost,broken", still_s=4, jobs=3)
     said, _ = runner.communicate(timeout=120)
@@ -183,6 +185,7 @@ def test_a_runner_that_is_told_to_end_ends_what_it_started(folder: Path, tmp_pat
     assert outcomes(tmp_path) == {}
 
 
+@pytest.mark.long
 def test_files_without_time_are_not_run(folder: Path, tmp_path: Path) -> None:
     """A test that is cut off is named, those behind it are, and so is a file that was not begun."""
     runner = start(folder, tmp_path, "stands,fails", limit_s=7)

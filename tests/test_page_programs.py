@@ -113,6 +113,7 @@ def test_the_page_on_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert_same_values(models["+"], models["-"])
 
 
+@pytest.mark.long
 def test_the_page_on_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate", reason="runs where accelerate is installed, as `make test` does")
     reader = Reader(monkeypatch, tmp_path, LLAMA_MEMORY, **EXACT)
@@ -126,6 +127,7 @@ def test_the_page_on_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert_same_values(ours.model, plain.model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 def test_the_page_on_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl", reason="runs where trl is installed, by the extra `trl`")
@@ -190,6 +192,7 @@ def test_the_quickstart_from_its_loop_to_a_resumed_run(quickstart: Reader) -> No
         assert torch.equal(loaded[1].state_dict()[name], value), name
 
 
+@pytest.mark.long
 def test_the_quickstarts_trainer_adapters_and_callback(quickstart: Reader) -> None:
     pytest.importorskip("peft", reason="runs where peft is installed, as `make test` does")
     import peft
@@ -258,6 +261,7 @@ def test_the_page_on_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert names["first_step"] == 1000
 
 
+@pytest.mark.long
 def test_the_page_on_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,6 +271,7 @@ def test_the_page_on_memory(
     assert "v100-32g-240g" in printed and "emulated" in printed and "measured_peak_nbytes" in printed
 
 
+@pytest.mark.long
 def test_the_page_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a job of one rank; machines of several are planned for."""
     from datetime import timedelta
@@ -297,6 +302,7 @@ def test_the_page_on_watching_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert logged[0]["num_steps"] > 0 and (tmp_path / "timeline.json").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_the_page_on_fp16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(monkeypatch, tmp_path, LLAMA_MEMORY, dtype=torch.float16)
     reader.write_pretrained()
@@ -328,6 +334,7 @@ def test_the_tutorial_trains_saves_and_goes_on(tmp_path: Path, monkeypatch: pyte
     assert reader.run(resuming, names, "tutorial.md")["first_step"] == len(batches())
 
 
+@pytest.mark.long
 def test_the_tutorials_plans_are_made_of_its_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

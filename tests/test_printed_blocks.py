@@ -53,6 +53,7 @@ x       not tried
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not as_printed(), reason="another torch captures other operators")
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_show_what_commands_print(

@@ -125,6 +125,7 @@ def test_zero_grad_forgets_what_was_clipped(pair: Pair, to_none: bool) -> None:
     check_moments(pair)
 
 
+@pytest.mark.long
 def test_what_comes_between_backward_and_clip_changes_no_norm(pair: Pair) -> None:
     """Other shapes in a window, and forwards and evaluations behind its last backward, have plans of their own."""
 

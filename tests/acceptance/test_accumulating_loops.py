@@ -120,6 +120,7 @@ def test_evaluations_and_forwards_without_backward_between_micro_batches(pair: P
     pair.check()
 
 
+@pytest.mark.long
 def test_several_shapes_in_one_window(pair: Pair) -> None:
     layout = chunkc.plan_of(pair.model).layout
     for lengths in ((8, 6, 8), (6, 5), (5, 8, 6)):

@@ -107,6 +107,7 @@ def test_placement_changes_no_bit_under_inductor(name: str, runner_of: GetRunner
     assert_same_bits(found, wanted)
 
 
+@pytest.mark.long
 def test_sixteen_bits_add_up_as_plain_sixteen_bits(runner_of: GetRunner) -> None:
     runner, recipe = runner_of("gpt2", torch.bfloat16), replace(SEMANTICS, num_steps=6)
     exact, plain = train_large(runner.case, recipe, 4), train_plain_16_in_parts(runner.case, recipe, 4)

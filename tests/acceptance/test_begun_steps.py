@@ -304,6 +304,7 @@ def test_micro_batches(windows: tuple[int, ...]) -> None:
     assert (num_dropped > 0) == (len(set(windows)) > 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["nan", "inf"])
 def test_fp16_commits_by_the_factor_of_its_scale_and_drops_overflows(kind: int) -> None:
     def scenario(pair: Pair) -> Seen:
@@ -337,6 +338,7 @@ class Frozen(nn.Module):
         return nn.functional.cross_entropy(hidden.flatten(0, 1), targets.flatten() % 48)
 
 
+@pytest.mark.long
 def test_parameters_that_rest_keep_their_states_in_both_homes() -> None:
     def scenario(pair: Pair) -> Seen:
         for seed in range(8):
@@ -357,6 +359,7 @@ def test_parameters_that_rest_keep_their_states_in_both_homes() -> None:
     assert counts(pairs[0])[1] > 0
 
 
+@pytest.mark.long(but="True-3")
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("tracks_grad_norm", [False, True])
 def test_a_step_that_was_not_begun_waits_for_its_gradients(

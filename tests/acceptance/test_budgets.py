@@ -73,6 +73,7 @@ def test_budgets_that_an_error_names_work(name: str) -> None:
     assert stats["host_nbytes"] <= host_nbytes
 
 
+@pytest.mark.long(but="odd")
 @pytest.mark.parametrize("name", MODELS)
 def test_one_byte_less_does_not_work(name: str, runner_of: GetRunner) -> None:
     runner = runner_of(name)

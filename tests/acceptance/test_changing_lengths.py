@@ -56,6 +56,7 @@ def low(hw: str = HW, **options: Any) -> Pair:
     return Pair(hw, model=Tower(depth=2, width=32), **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_forty_lengths_are_exact_and_captured_three_times(backend: str) -> None:
     pair = low(backend=backend)
@@ -68,6 +69,7 @@ def test_forty_lengths_are_exact_and_captured_three_times(backend: str) -> None:
     assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
 
+@pytest.mark.long
 def test_lengths_that_are_known_are_planned_and_compiled_no_more() -> None:
     pair = Pair("emulated-130k-16m", model=Tower(depth=1, width=16), backend="inductor")
     for seed, length in enumerate((12, 8, 10, 10)):
@@ -80,6 +82,7 @@ def test_lengths_that_are_known_are_planned_and_compiled_no_more() -> None:
     assert chunkc.stats(pair.model)["h2d_nbytes"] > 0, "the budget is meant to force moves"
 
 
+@pytest.mark.long
 def test_plans_are_kept_for_the_lengths_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_entry, "MAX_SIZES", 4)
     pair = low()
@@ -90,6 +93,7 @@ def test_plans_are_kept_for_the_lengths_used_last(monkeypatch: pytest.MonkeyPatc
     assert len(session.graphs.graphs) == len(session.runtime.executors) == 2 + 4, "two of one length, four of any"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_forwards_of_several_new_lengths_in_one_loss(backend: str) -> None:
     pair = low("emulated-1m-16m", backend=backend, accumulate=3)
@@ -101,6 +105,7 @@ def test_forwards_of_several_new_lengths_in_one_loss(backend: str) -> None:
     assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
 
+@pytest.mark.long
 def test_micro_batches_of_new_lengths_are_accumulated() -> None:
     pair = low(accumulate=2)
     for seed, lengths in enumerate(((8, 6), (12, 9), (7, 30), (30, 7), (9, 9))):
@@ -156,6 +161,7 @@ class Repeated(nn.Module):
         return loss
 
 
+@pytest.mark.long(but="eager")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_masks_drawn_again_are_those_of_forward_where_a_length_is_planned_anew_in_between(backend: str) -> None:
     """The second forward of a length has its segments compiled, before the backward of the first."""
@@ -194,6 +200,7 @@ def test_a_forward_that_reads_sizes_as_numbers_says_what_each_costs(caplog: pyte
     pair.check()
 
 
+@pytest.mark.long
 def test_a_forward_that_reads_one_of_two_sizes_makes_each_program_once(caplog: pytest.LogCaptureFixture) -> None:
     """Its graphs serve any number of rows, but one number of steps each: more than Dynamo keeps for one function."""
     pair = Pair("emulated-200k-16m", model=Counted())
@@ -261,6 +268,7 @@ class Sloped(nn.Module):
         return y
 
 
+@pytest.mark.long
 def test_floats_that_are_constants_are_captured_once_each_where_lengths_change_too() -> None:
     pair = Pair("emulated-300k-16m", model=Sloped())
     for number in range(24):
@@ -272,6 +280,7 @@ def test_floats_that_are_constants_are_captured_once_each_where_lengths_change_t
     assert num_captures(pair.model) == known
 
 
+@pytest.mark.long
 def test_declared_lengths_are_captured_once_and_others_are_planned_from_one_graph() -> None:
     declared = [batch(0, length) for length in (6, 8, 10, 12)]
     pair = low(example_inputs=declared)
@@ -284,6 +293,7 @@ def test_declared_lengths_are_captured_once_and_others_are_planned_from_one_grap
     assert num_captures(pair.model) == len(declared) + 1
 
 
+@pytest.mark.long
 def test_a_size_that_fits_only_alone_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a capture for it alone computes more of it again."""
     pair = low()
@@ -325,6 +335,7 @@ def test_too_many_sizes_of_such_a_forward_are_refused_before_anything_changes() 
     pair.check()
 
 
+@pytest.mark.long
 def test_a_size_that_does_not_fit_is_refused_by_its_numbers_and_the_model_goes_on() -> None:
     pair = low()
     for length in (12, 8, 10, 7):

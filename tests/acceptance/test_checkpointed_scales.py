@@ -57,6 +57,7 @@ class Half:
         return {n: v.clone() for n, v in self.model.state_dict().items()} | named
 
 
+@pytest.mark.long
 def test_a_run_that_overflows_goes_on_to_the_bit(tmp_path: Path) -> None:
     """Losses, scales and step counts, through the growth and the overflows to come; saved beside training or not."""
     first, second = Half(), Half(seed=7)

@@ -18,6 +18,7 @@ from chunkc import ChunkcError
 from chunkc.checkpoint.contents import runtime_of
 
 
+@pytest.mark.long(but="fp32-10")
 @pytest.mark.parametrize(
     ("policy", "half"),
     [

@@ -35,6 +35,7 @@ def exactly(device_nbytes: int, host_nbytes: int) -> str:
     return f"emulated-{device_nbytes / 1024}k-{host_nbytes / 1024}k"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("max_grad_norm", "options"),
     [*(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.5, {}), (None, HALF))), (0.5, HALF)],
@@ -62,6 +63,7 @@ def test_norms_are_part_of_the_least_budget() -> None:
     assert clipped - plain == norms_nbytes(compiled_of(model).runtime.infos)
 
 
+@pytest.mark.long
 def test_without_room_for_norms_a_run_clips_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     """Asked for after the plan was made for the least budget of a run that does not clip."""
     error = refusal("emulated-16k-16m", None)

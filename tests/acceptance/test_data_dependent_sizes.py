@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(but="WithoutSelfLoops-eager")
 @pytest.mark.parametrize(("kind", "backend"), CASES)
 def test_training_is_exact_in_a_small_budget(kind: type[Mixture], backend: str) -> None:
     pair = pair_of(kind, backend=backend)
@@ -107,6 +108,7 @@ def test_many_sizes_are_captured_once_and_what_is_kept_of_them_is_bounded(monkey
     assert len(compiled.runtime.executors) <= MAX_SIZES + 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=SLOW)])
 def test_micro_batches_of_several_sizes_are_alive_together(backend: str) -> None:
     pair = pair_of(MaskedLoss, "emulated-640k-64m", backend=backend, accumulate=3)
@@ -149,6 +151,7 @@ def test_a_budget_without_room_is_refused_by_its_numbers_and_the_model_goes_on()
     pair.check()
 
 
+@pytest.mark.long
 def test_a_graph_is_planned_again_where_those_before_it_hold_more() -> None:
     """Its own sizes stay, but the activations beside it grow."""
     pair = pair_of(PickedTwice, "emulated-512k-64m")

@@ -18,6 +18,7 @@ from training import SEMANTICS, assert_same_bits, assert_same_gradients, assert_
 RECIPE = replace(SEMANTICS, num_steps=5, seed=11)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

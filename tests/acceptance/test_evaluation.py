@@ -84,6 +84,7 @@ def test_models_of_all_kinds_evaluate_exactly(name: str) -> None:
     assert compiled.evaluator.planned[0].plan.moved_nbytes(Stream.H2D) > 0, "the budget is meant to force moves"
 
 
+@pytest.mark.long
 def test_moves_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Acceptance (a): freed device memory filled with NaN, streams delayed, against everything resident."""
     found = []

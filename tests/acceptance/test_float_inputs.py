@@ -54,6 +54,7 @@ def train(pair: Pair, seed: int, *args: Any, **kwargs: Any) -> None:
     pair.step_on(loss_of)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_hundred_values_take_two_programs(backend: str) -> None:
     pair = Pair("emulated-100k-16m", Annealed(), backend=backend, chunk_size=512)

@@ -86,6 +86,7 @@ def growth_nbytes(mode: str) -> tuple[int, int]:
     return data_nbytes, grown_nbytes
 
 
+@pytest.mark.long
 def test_workers_alive_during_training_do_not_multiply_memory() -> None:
     """Steps that rewrite all of 151 MB under two persistent workers."""
     data_nbytes, grown_nbytes = growth_nbytes("apart")

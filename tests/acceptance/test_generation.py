@@ -48,6 +48,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), llama])
 def test_tokens_are_the_plain_models(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Before training, after two steps, in every manner, twice each; training goes on exactly."""

@@ -236,6 +236,7 @@ def test_before_the_first_step_nothing_is_planned() -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_is_refused_at_the_first_step() -> None:
     """The gradients stay, and the model can go on in nothing smaller than what the error names."""
     pair = pair_of(Broken, "emulated-64k-32m")
@@ -251,6 +252,7 @@ def test_a_model_that_does_not_fit_is_refused_at_the_first_step() -> None:
     enough.check()
 
 
+@pytest.mark.long
 def test_optimizer_states_survive_the_first_step() -> None:
     """States loaded before there is a plan, and those saved after, are torch's."""
     pair = pair_of(Broken)

@@ -221,12 +221,14 @@ pair = pytest.fixture(scope="module", params=PAIRS, name="pair")(make_pair)
 adding_pair = pytest.fixture(scope="module", params=ADDING_PAIRS, name="adding_pair")(make_pair)
 
 
+@pytest.mark.long
 @settings(max_examples=NUM_EXAMPLES)
 @given(calls)
 def test_random_orders_are_exact_or_refused(pair: Pair, found: list[Call]) -> None:
     check_order(pair, found)
 
 
+@pytest.mark.long
 @settings(max_examples=NUM_ADDING_EXAMPLES)
 @given(calls)
 def test_random_orders_of_micro_batches_are_exact_or_refused(adding_pair: Pair, found: list[Call]) -> None:

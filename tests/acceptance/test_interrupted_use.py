@@ -251,6 +251,7 @@ def test_another_shape_shares_the_chunks(pair: Pair) -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_a_shape_that_does_not_fit_is_refused_and_the_model_goes_on(pair: Pair) -> None:
     with pytest.raises(chunkc.BudgetError, match="graphs of all its calls"):
         pair.model(*batch(2, length=64))

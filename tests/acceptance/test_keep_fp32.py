@@ -91,6 +91,7 @@ def in_fp32(state: dict[str, torch.Tensor]) -> Tower:
     return plain
 
 
+@pytest.mark.long
 def test_evaluation_casts_and_plain_parameters_do_not(trained: nn.Module) -> None:
     """Programs and the gathered path; within ``full_params`` modules are as the user made them, each of them."""
     plain = in_fp32(trained.state_dict())
@@ -115,6 +116,7 @@ def test_copies_are_plain_models(trained: nn.Module, copied: Any) -> None:
     assert loss.dtype is torch.float32 and loss.item() == wanted.item()
 
 
+@pytest.mark.long
 def test_the_plan_is_known_ahead() -> None:
     """The model is left as it was."""
     ahead, hw = Tower(), "emulated-448k-16m"

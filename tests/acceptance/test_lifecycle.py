@@ -163,6 +163,7 @@ def run_interrupted(pair: Pair, delay_s: float) -> bool:
     return False
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops what a finalizer raises
 @pytest.mark.parametrize("num_trials", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_moment_leaves_a_whole_number_of_steps(

@@ -101,6 +101,7 @@ def test_forwards_of_one_loss_are_planned_together(
     assert not [r for r in caplog.records if "more than the budget" in r.getMessage()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_forwards_of_different_lengths_are_planned_together(backend: str) -> None:
     pair = pair_of(HW[3], 3, backend=backend)
@@ -110,6 +111,7 @@ def test_forwards_of_different_lengths_are_planned_together(backend: str) -> Non
     check_measured(pair)
 
 
+@pytest.mark.long(but="one graph")
 @pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "two graphs"])
 def test_backwards_in_the_order_of_the_forwards_run_beside_later_ones(breaks: bool) -> None:
     pair = pair_of(HW[3], 3, breaks=breaks)

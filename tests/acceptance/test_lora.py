@@ -43,6 +43,7 @@ def check_frozen_base(plan: Plan) -> None:
     assert moved and moved <= {Op.FETCH, Op.DROP}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*BOTH, pytest.param(CHECKPOINTED, id="checkpointed", marks=pytest.mark.slow)])
 def test_adapters_train_as_in_plain_pytorch(case: Case) -> None:
     runner, before = rig_for(case.name), case.build()
@@ -76,6 +77,7 @@ def test_the_base_takes_its_own_bytes_and_adapters_sixteen_for_each_element(case
     assert stats["measured_peak_nbytes"] <= stats["planned_peak_nbytes"] <= stats["budget_nbytes"]
 
 
+@pytest.mark.long
 def test_in_16_bits_the_base_has_no_master() -> None:
     """Two bytes for each element of the base, against sixteen (two and the fp32 triple) where all of it is trained."""
     batch = BY_HAND.batches()[0]
@@ -115,6 +117,7 @@ def losses_and_plan(checkpoints: bool, hook: bool) -> tuple[list[float], Plan]:
     return losses, chunkc.plan_of(model)
 
 
+@pytest.mark.long
 def test_checkpointing_asked_for_after_compile_is_honoured() -> None:
     """As Trainer asks for it: before the first forward. What is held for backward shrinks, the losses stay."""
     (wanted, kept), (found, again) = losses_and_plan(False, False), losses_and_plan(True, False)
@@ -131,6 +134,7 @@ def test_checkpointing_with_the_hook_for_frozen_embeddings_is_exact_in_two_graph
     assert "of 2" in plan.model
 
 
+@pytest.mark.long
 @needs_peft
 def test_adapters_of_peft_are_saved_alone_and_load_into_a_plain_model(tmp_path: Path) -> None:
     import peft

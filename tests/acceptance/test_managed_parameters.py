@@ -346,6 +346,7 @@ print("alive")
 """
 
 
+@pytest.mark.long
 def test_nothing_crashes_the_process() -> None:
     """Ways around the operators, by the base class and by C functions, in a process of their own."""
     paths = [p for p in sys.path if p]

@@ -209,6 +209,7 @@ CLIPPED = {"llama-fp16": 1.0}
 LONG = {"llama-fp16", "llama-bf16-inductor", "llama-fp32-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp32"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in LONG else ()) for c in CASES])
 def test_the_plan_holds_and_is_close_at_the_smallest_budget(case: str, readings: Readings) -> None:
@@ -258,6 +259,7 @@ def wide() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Wide(), {"x": torch.randn(1024, 64)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", (pytest.param("eager", marks=pytest.mark.slow), "inductor"))
 def test_outputs_that_the_user_holds_and_their_tangents_count(backend: str, readings: Readings) -> None:
     """The large output of the step before stands beside this one's in forward; in backward there is its tangent."""
@@ -335,6 +337,7 @@ print(compiling, peak())
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
 def test_compiling_takes_no_more_memory_than_training() -> None:
     """Planning copies no model: the chunks consume the parameters one by one.

@@ -78,6 +78,7 @@ def by_full_params(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 WAYS = (by_state_dict, by_copying, by_data, in_inference_mode, by_full_params)
 
 
+@pytest.mark.long(but="dtype1-by_copying")
 @pytest.mark.parametrize("load", WAYS)
 @pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16))
 def test_a_model_that_is_loaded_after_compile_is_the_one_that_was_loaded_before(
@@ -234,6 +235,7 @@ def test_buffers_on_meta_are_refused_by_name_and_real_ones_are_not() -> None:
     chunkc.compile(model, HW, backend="eager")
 
 
+@pytest.mark.long
 def test_a_transformers_model_trains_from_meta() -> None:
     """Its buffers are given values by hand; the gradients are those of the model built on the CPU."""
     plain = CASES["llama"].build()

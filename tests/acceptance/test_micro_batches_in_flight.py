@@ -91,6 +91,7 @@ def check_stats(pair: Pair, *, is_measured: bool) -> dict[str, int]:
     return stats
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_micro_batches_in_flight_are_planned_once(activations: str, caplog: pytest.LogCaptureFixture) -> None:
     """Chunks and, by ``offload``, activations move; what transitions between two forwards copy is planned, too."""
@@ -106,6 +107,7 @@ def test_micro_batches_in_flight_are_planned_once(activations: str, caplog: pyte
     assert not [r for r in caplog.records if "planned again" in r.getMessage()]
 
 
+@pytest.mark.long
 def test_a_stage_by_1f1b_trains_as_plain_pytorch_does() -> None:
     """Other orders with as many in flight, or fewer, need no other plan."""
     pair = pair_of(3, "emulated-2900k-64m")
@@ -119,6 +121,7 @@ def test_a_stage_by_1f1b_trains_as_plain_pytorch_does() -> None:
     ).split()
 
 
+@pytest.mark.long
 def test_more_in_flight_than_declared_are_planned_again_or_refused() -> None:
     pair = pair_of(2, "emulated-6m-64m")
     for seed, in_flight in enumerate((2, 4, 2)):

@@ -25,6 +25,7 @@ RECIPE = replace(PLACEMENT, num_steps=4)
 DELAYED = DebugSettings(poison=True, max_delay_ms=0.5, seed=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
@@ -42,6 +43,7 @@ def test_moving_changes_no_bit(name: str, backend: str, runner_of: GetRunner) ->
     assert_same_bits(found, kept)
 
 
+@pytest.mark.long
 def test_mixtures_with_chunks_that_move_change_no_bit(runner_of: GetRunner) -> None:
     """Some values move, others stay, at the least device budget, where payloads come and go too."""
     runner = runner_of("gpt2")
@@ -235,6 +237,7 @@ def test_a_deleted_model_gives_its_copies_back() -> None:
     assert device.free_host_nbytes() == device.host_budget_nbytes
 
 
+@pytest.mark.long
 def test_several_shapes_move(kept: dict[str, Any]) -> None:
     """Forward of one shape, then of another, and backward of both, in either order."""
     models = [compiled(activations=choice, accumulate=4) for choice in ("keep", "offload")]

@@ -37,6 +37,7 @@ LION = replace(SEMANTICS, optimizer="lion", lr=1e-4)
 RECIPES = {"sgd": SGD, "lion": LION}
 
 
+@pytest.mark.long
 def test_sgd_trains_as_torch(runner_of: GetRunner, plain_of: GetPlain) -> None:
     runner = runner_of("gpt2_small")
     check_semantics(runner, plain_of("gpt2_small", SGD), smallest(runner), SGD)
@@ -65,6 +66,7 @@ def test_lion_trains_as_its_paper(runner_of: GetRunner) -> None:
         assert abs(loss - other) <= LOSS_TOLERANCE * abs(other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sgd", pytest.param("lion", marks=pytest.mark.slow)])
 def test_bf16_is_as_good_as_plain_bf16(
     name: str, runner_of: GetRunner, plain_of: GetPlain, plain_16_of: GetPlain
@@ -97,6 +99,7 @@ def run_of(name: str, **options: Any) -> Run:
     return Run(dtype=torch.bfloat16, make=MAKES[name], **options)
 
 
+@pytest.mark.long(but="lion")
 @pytest.mark.parametrize("name", ["sgd", "lion", "adamw8bit", pytest.param("plain sgd", marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     """From a checkpoint into a model that has its chunks and one that has not, and from state dicts."""
@@ -116,6 +119,7 @@ def test_a_resumed_run_goes_on_to_the_bit(name: str, tmp_path: Path) -> None:
     check_equal(copied.bits(), first.bits())
 
 
+@pytest.mark.long(but="sgd-lion")
 @pytest.mark.parametrize(("saved", "loading"), [("lion", "sgd"), ("sgd", "lion"), ("plain sgd", "lion")])
 def test_a_checkpoint_of_another_rule_is_refused(saved: str, loading: str, tmp_path: Path) -> None:
     first, second = run_of(saved), run_of(loading)
@@ -253,6 +257,7 @@ def test_clipped_steps_are_as_long_as_asked() -> None:
     assert moved == pytest.approx(0.1 * 1e-3, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [lambda p: chunkc.SGD(p, lr=0.1, momentum=0.9), lambda p: chunkc.Lion(p, lr=0.1)])
 def test_a_step_that_overflows_changes_nothing(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     model = compiled(dtype=torch.float16)

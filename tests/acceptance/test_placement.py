@@ -50,6 +50,7 @@ INDUCTOR = [
 ]
 
 
+@pytest.mark.long(but="odd-dtype7-all_on_device")
 @pytest.mark.parametrize(("name", "dtype", "placement"), EAGER)
 def test_placement_changes_no_bit(
     name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities
@@ -57,6 +58,7 @@ def test_placement_changes_no_bit(
     check_placement(runner_of(name, dtype), placement, identities)
 
 
+@pytest.mark.long(but="odd-dtype3-all_on_device")
 @pytest.mark.parametrize(("name", "dtype", "placement"), INDUCTOR)
 def test_placement_changes_no_bit_under_inductor(
     name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities

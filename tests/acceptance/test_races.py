@@ -38,6 +38,7 @@ def _check(odd: tuple[PlanRunner, Setup, Trained], seed: int) -> None:
     assert_same_bits(runner.train(replace(setup, settings=settings), RECIPE), wanted)
 
 
+@pytest.mark.long(but="5")
 @pytest.mark.parametrize("seed", FEW)
 def test_delays_change_no_bit(odd: tuple[PlanRunner, Setup, Trained], seed: int) -> None:
     _check(odd, seed)
@@ -49,6 +50,7 @@ def test_many_delays_change_no_bit(odd: tuple[PlanRunner, Setup, Trained], seed:
     _check(odd, seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", FIRST)
 def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, runner_of: GetRunner) -> None:
     """An embedding over many chunks, whose gradient lands piece by piece while later pieces are still fetched."""
@@ -59,6 +61,7 @@ def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, runn
     assert_same_bits(found, runner.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", FIRST)
 def test_delays_change_no_bit_under_inductor(seed: int, runner_of: GetRunner) -> None:
     runner = runner_of("odd", backend="inductor")

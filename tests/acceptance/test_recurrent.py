@@ -54,6 +54,7 @@ def _skip_where_torch_fails(kind: type[nn.RNNBase]) -> None:
         pytest.skip("torch.compile itself fails on nn.LSTM with a state or packed sequences before torch 2.13")
 
 
+@pytest.mark.long(but="RNN-False-eager-emulated-96k-16m")
 @pytest.mark.parametrize(("kind", "bidirectional", "backend", "hw"), KINDS)
 def test_state_is_carried_from_batch_to_batch(
     kind: type[nn.RNNBase], bidirectional: bool, backend: str, hw: str
@@ -93,6 +94,7 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(outputs.mean(1)), labels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
 def test_packed_sequences(kind: type[nn.RNNBase]) -> None:
     _skip_where_torch_fails(kind)

@@ -99,6 +99,7 @@ def deep() -> Deep:
     return Deep()
 
 
+@pytest.mark.long
 def test_a_model_that_fits_only_with_recomputation_trains_exactly_by_the_plan_made_ahead(deep: Deep) -> None:
     hw = machine(least_nbytes(deep) * 3 // 4)
     assert "1: does not fit" in notes(planned(deep, replace(hw, rates=None)))
@@ -123,6 +124,7 @@ def test_what_is_computed_again_is_more_work_for_less_memory(deep: Deep) -> None
     assert plans[0].memory.nonmodel_nbytes > plans[1].memory.nonmodel_nbytes
 
 
+@pytest.mark.long
 def test_the_least_budget_is_that_of_layers_computed_again_and_works(deep: Deep) -> None:
     with pytest.raises(BudgetError) as caught:
         planned(deep, machine(1, calibrated=False))
@@ -144,6 +146,7 @@ def test_a_model_that_decides_everything_itself_is_left_to_it() -> None:
     assert notes(planned(checkpointed(Deep(dropout=0.1), LAYERS), machine(1 << 30))) == ""
 
 
+@pytest.mark.long
 def test_layers_beside_those_that_the_model_recomputes_are_recomputed_too() -> None:
     """Down to what the model takes where all layers are computed again; borders may differ by a mask."""
     found = []
@@ -214,6 +217,7 @@ def again() -> Steps:
     return trained(small_machine())
 
 
+@pytest.mark.long
 def test_masks_that_are_drawn_again_are_those_of_a_run_that_keeps_them(kept: Steps, again: Steps) -> None:
     assert again.num_operators() > kept.num_operators()
     assert are_equal(again, kept)
@@ -228,6 +232,7 @@ def test_masks_of_fused_operators_are_those_of_a_run_that_keeps_them() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_replay_with_the_state_of_another_operator_is_told_apart(
     kept: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +250,7 @@ def test_a_replay_with_the_state_of_another_operator_is_told_apart(
     assert not are_equal(confused, kept)
 
 
+@pytest.mark.long
 def test_a_resumed_run_draws_the_same_masks(again: Steps, tmp_path: Path) -> None:
     first, second = (Steps(small_machine(), "eager") for _ in range(2))
     first.run(range(NUM_STEPS // 2))

@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("settings", "max_copied_nbytes"), CASES)
 def test_an_asynchronous_save_is_of_the_moment_of_the_call(
     tmp_path: Path, settings: str, max_copied_nbytes: int, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ PARTLY = {
 """Chunks of all lists: trained in bf16 and in fp32, and frozen in both."""
 
 
+@pytest.mark.long(but="steps-fp32")
 @pytest.mark.parametrize("options", [{}, PARTLY], ids=["fp32", "partly"])
 @pytest.mark.parametrize("change", [lambda run: run.train(3, 8), written], ids=["steps", "writes"])
 def test_a_save_that_is_written_late_is_of_the_moment_of_the_call(
@@ -96,6 +98,7 @@ def test_a_save_that_is_written_late_is_of_the_moment_of_the_call(
     save_late(tmp_path, change_all, **options)
 
 
+@pytest.mark.long
 def test_saving_does_not_change_the_run_and_the_next_save_waits_for_the_last(tmp_path: Path) -> None:
     run, other = Run(), Run()
     losses = other.train(0, 12)

@@ -19,6 +19,7 @@ MODELS = ("llama", "albert", "t5", "mixtral", "resnet", "odd", *(pytest.param(n,
 INDUCTOR = ("odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2_small", "gpt2", "llama", "t5", "vit")))
 
 
+@pytest.mark.long(but="llama")
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_plain_pytorch(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
     runner = runner_of(name)

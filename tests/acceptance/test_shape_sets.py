@@ -40,6 +40,7 @@ def layout_of(pair: Pair) -> object:
     return compiled_of(pair.model).runtime.layout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_growing_lengths_are_exact(backend: str) -> None:
     pair = low({"eager": HW, "inductor": "emulated-760k-16m"}[backend], backend=backend)
@@ -122,6 +123,7 @@ def enough() -> int:
     return -(-refusal.value.min_device_nbytes // 1024)
 
 
+@pytest.mark.long(but="lengths1")
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -169,6 +171,7 @@ def _refuse(*_: object, **__: object) -> None:
     raise OSError("refused")
 
 
+@pytest.mark.long
 def test_many_lengths_make_few_layouts() -> None:
     pair, layouts = low(), list[object]()
     lengths: Sequence[int] = [4 + (7 * i) % 33 for i in range(12)]
@@ -180,6 +183,7 @@ def test_many_lengths_make_few_layouts() -> None:
     assert len(layouts) <= 4
 
 
+@pytest.mark.long
 def test_a_model_of_two_shapes_and_two_live_forwards() -> None:
     pair = low(accumulate=2)
 
@@ -213,6 +217,7 @@ def test_declared_shapes_have_one_layout_from_the_start(backend: str, hw: str, m
     assert layout_of(pair) is first and compiled_of(pair.model).session.num_planned == num_planned
 
 
+@pytest.mark.long
 def test_declared_shapes_that_do_not_fit_are_refused_before_anything_runs() -> None:
     """Again at each call; the number that is named is enough."""
     pair = low("emulated-250k-16m", example_inputs=[batch(0, SMALLEST), batch(0, LARGEST)])
@@ -252,6 +257,7 @@ def test_a_forward_that_breaks_cannot_be_declared() -> None:
     pair.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_an_interrupt_in_the_middle_of_a_move_comes_when_it_is_done(
     accumulate: int, monkeypatch: pytest.MonkeyPatch
@@ -278,6 +284,7 @@ def test_an_interrupt_in_the_middle_of_a_move_comes_when_it_is_done(
     assert device.host_budget_nbytes - device.free_host_nbytes() == layout.nbytes_in(Tier.HOST), "old homes are free"
 
 
+@pytest.mark.long
 def test_a_refused_pin_leaves_values_in_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = low(wishes=MIXED)
     pair.train(0, SMALLEST)
@@ -290,6 +297,7 @@ def test_a_refused_pin_leaves_values_in_their_chunks(monkeypatch: pytest.MonkeyP
     pair.check()
 
 
+@pytest.mark.long
 def test_between_layouts_values_are_read_written_and_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = low(wishes=MIXED)
 
@@ -316,6 +324,7 @@ def test_between_layouts_values_are_read_written_and_evaluated(monkeypatch: pyte
     assert ours == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.long
 def test_declared_shapes_keep_their_layout_when_another_comes_first() -> None:
     pair = low(example_inputs=[batch(0, SMALLEST), batch(0, LARGEST)])
     for seed, length in enumerate((16, LARGEST, SMALLEST)):
@@ -323,6 +332,7 @@ def test_declared_shapes_keep_their_layout_when_another_comes_first() -> None:
         pair.check()
 
 
+@pytest.mark.long
 def test_refused_sizes_are_not_remembered() -> None:
     pair = Pair("emulated-300k-16m", Breaks(depth=2))
     for seed in range(2):

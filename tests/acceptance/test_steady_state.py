@@ -11,6 +11,7 @@ import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 
 
+@pytest.mark.long(but="odd-True")
 @pytest.mark.parametrize(
     ("name", "is_tight"),
     [("llama", True), ("llama", False), ("odd", True), pytest.param("resnet", True, marks=pytest.mark.slow)],
@@ -20,6 +21,7 @@ def test_a_steady_step_is_exactly_the_plan(name: str, is_tight: bool) -> None:
     check_steady_steps(EMULATED, name, is_tight=is_tight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_tight", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_steady_step_of_three_micro_batches_is_exactly_the_plan(is_tight: bool) -> None:
     check_steady_steps(EMULATED, "odd", is_tight=is_tight, accumulate=3)

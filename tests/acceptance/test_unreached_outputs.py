@@ -75,6 +75,7 @@ def test_auxiliary_head_used_in_every_second_step() -> None:
     check_states(pair)
 
 
+@pytest.mark.long
 def test_pooler_that_nobody_uses() -> None:
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0

@@ -122,6 +122,7 @@ def scalar(output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Te
     return sum(part.square().sum() for part in output) if isinstance(output, tuple) else output.sum()
 
 
+@pytest.mark.long(but="cross attention")
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_plain_pytorch_in_the_least_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKC_EMULATED", "poison")

@@ -41,6 +41,7 @@ def test_one_table_alone_is_not_written(matrix: ModuleType) -> None:
     assert matrix.parse(["--activations-only"]).out is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_trains_exactly_in_the_least_memory(name: str, matrix: ModuleType) -> None:
     row = matrix.measure(matrix.BY_NAME[name])
@@ -57,6 +58,7 @@ def test_trains_exactly_under_inductor(name: str, matrix: ModuleType) -> None:
     assert matrix.measure(matrix.BY_NAME[name], "inductor").failures == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_every_choice_for_activations_has_the_same_bits_at_its_least_budget(name: str, matrix: ModuleType) -> None:
     row = matrix.activation_choices.measure(matrix.BY_NAME[name])

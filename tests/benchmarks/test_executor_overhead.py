@@ -53,6 +53,7 @@ def test_the_least_of_several_results(script: ModuleType, tmp_path: Path) -> Non
         script.least_of(paths)
 
 
+@pytest.mark.long
 def test_a_case_counts_what_its_plan_does(script: ModuleType) -> None:
     args = script.parse(["--steps", "3", "--warm-up", "2"])
     plans, plan_of = list[chunkc.Plan](), chunkc.plan_of

@@ -35,6 +35,7 @@ def test_there_is_a_model_for_every_bound(script: ModuleType) -> None:
     assert tuple(case.name for case in script.CASES) == NAMES
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["moving wins", "moving loses"])
 def test_plans_move_saved_values_where_that_is_faster(name: str, script: ModuleType) -> None:
     """Simulated: over a slow link most blocks are computed again, over a fast one none; the other way is slower."""

@@ -76,6 +76,7 @@ def drive(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_systems_that_fail_or_are_late_leave_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a contest of three: one ends when it is asked for facts, one never ends its trace."""
     contestant = tmp_path / "contestant.py"
@@ -115,6 +116,7 @@ def test_contests_without_time_are_not_run(
     assert [r["contest"] for r in found if r["kind"] == "contest"] == names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 15))])
 def test_a_benchmark_that_is_killed_keeps_what_it_measured(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

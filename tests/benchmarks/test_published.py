@@ -37,6 +37,7 @@ def test_only_the_declared_models_are_fitted() -> None:
     assert all(len(entry["constants"]) <= 3 for entry in data["machine"].values())
 
 
+@pytest.mark.long
 def test_a_row_is_predicted_again_with_its_batch() -> None:
     data = published.load()
     row = next(r for r in published.rows_of(data, "yard") if (r.model, r.num_gpus) == ("2B", 1))

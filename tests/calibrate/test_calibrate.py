@@ -75,6 +75,7 @@ def figures(value: Any, name: str = "") -> Iterator[tuple[str, Figure]]:
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_calibrations_differ_by_less_than_the_spread_they_report() -> None:
     """Rounds of both take turns; a figure disagrees with a probability below 1 in 1,000 (`chunkc.calibrate.fit`)."""
     with closing(emulated(4 * MIB, 8 * MIB)) as device:
@@ -90,6 +91,7 @@ def test_two_calibrations_differ_by_less_than_the_spread_they_report() -> None:
     assert len(apart) <= len(first) // 20, {name: (first[name], second[name]) for name in apart}
 
 
+@pytest.mark.long
 def test_every_figure_was_measured_in_every_round(profile: Path) -> None:
     rates = Hardware.load(profile).rates
     assert rates is not None
@@ -142,6 +144,7 @@ def losses(hw: str | Path) -> tuple[list[float], str]:
     return found, chunkc.plan_of(model).hw
 
 
+@pytest.mark.long
 def test_a_model_trains_with_a_profile_and_its_plan_says_so(profile: Path) -> None:
     plain, plain_hw = losses(HW)
     for hw in (profile, str(profile)):

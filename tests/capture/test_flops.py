@@ -160,6 +160,7 @@ def test_a_gpt2_has_the_operations_of_its_formula() -> None:
     assert backward[Kind.ATTENTION].flops * 2 == by_kind[Kind.ATTENTION].flops * 5
 
 
+@pytest.mark.long(but="vit")
 @pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama")), "t5", "vit"])
 def test_tokens_and_samples_are_those_of_the_inputs(name: str) -> None:
     batch = CASES[name].batches()[0]

@@ -221,6 +221,7 @@ def allocated_nbytes(captured: Captured, device_type: str) -> int:
     return max(s.live_nbytes for s in iteration_bytes(captured, segments, graphs, footprints))
 
 
+@pytest.mark.long(but="mlp-cuda")
 @pytest.mark.parametrize("device_type", [pytest.param("cpu", marks=pytest.mark.slow), "cuda"])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in MODELS])
 def test_the_estimate_is_near_what_inductor_allocates(name: str, device_type: str) -> None:

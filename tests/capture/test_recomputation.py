@@ -55,6 +55,7 @@ def bert(num_layers: int) -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("build", "layer_nbytes", "decided_by"),
     [

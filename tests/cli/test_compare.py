@@ -10,6 +10,7 @@ from chunkc.baselines import POLICIES
 from chunkc.cli import main
 
 
+@pytest.mark.long
 def test_all_policies_stand_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,6 +34,7 @@ def test_all_policies_stand_side_by_side(
     assert all(name in told for name in rows)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     # 16 bytes a parameter are 17 GiB of host memory, 12 for the triples alone 12.4.
     assert main(["compare", "gpt-1b", "--hw", "v100-8g", "--batch", "1", "--activations", "recompute"]) in (0, 1)

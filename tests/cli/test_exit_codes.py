@@ -222,6 +222,7 @@ def test_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     assert found["CHUNKC_DEBUG"] == "0"
 
 
+@pytest.mark.long
 def test_python_m_chunkc_and_a_reader_that_leaves(tmp_path: Path) -> None:
     """Like ``python -m chunkc explain plan.json --full | head -1``; the text is larger than a pipe holds."""
     plan = gpt_plan(num_layers=400, device_budget_nbytes=1024**3)

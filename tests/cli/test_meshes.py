@@ -150,6 +150,7 @@ def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "config.json"
 
 
+@pytest.mark.long
 def test_each_mesh_alone_has_the_plan_of_its_row(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", llama, "--hw", "2xa100-40g-1024g", *QUICK, "--json"]
     assert main([*command, "--mesh", "auto"]) == 0
@@ -166,6 +167,7 @@ def test_each_mesh_alone_has_the_plan_of_its_row(llama: str, capsys: pytest.Capt
         assert (again["digest"] == found["digest"]) == (mesh == fastest["mesh"])
 
 
+@pytest.mark.long
 def test_the_options_that_are_printed_repeat_the_choice(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", llama, "--hw", "2xa100-40g-1024g", *QUICK]
     assert main([*command, "--mesh", "auto"]) == 0
@@ -177,6 +179,7 @@ def test_the_options_that_are_printed_repeat_the_choice(llama: str, capsys: pyte
     assert capsys.readouterr().out.strip() == answer.strip()
 
 
+@pytest.mark.long
 def test_where_no_mesh_fits_the_shortage_is_told(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = Hardware.parse("2xa100-40g-1024g")
     small = replace(tiny, name="small", gpu_memory_nbytes=1 << 20, host_memory_nbytes=1 << 20)

@@ -40,6 +40,7 @@ def test_a_result_on_a_full_disk_is_an_error(
     assert capsys.readouterr().err == told
 
 
+@pytest.mark.long
 @needs_full
 def test_a_process_whose_output_is_full_exits_with_the_code_of_an_error() -> None:
     command = [sys.executable, "-m", "chunkc", "--version"]

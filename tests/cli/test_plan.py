@@ -54,6 +54,7 @@ def out_of(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_activations_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     config = {**TINY_GPT.config, "n_layer": 4, "architectures": ["GPT2LMHeadModel"]}
@@ -68,6 +69,7 @@ def test_activations_that_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         assert ("offload a" in plan.text()) == (choice == "offload")
 
 
+@pytest.mark.long
 def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [tiny, "--hw", "v100-240g", "--batch", "4"]
     assert main(["plan", *command, "--save", "plan.json", "--no-advice"]) == 0
@@ -86,6 +88,7 @@ def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.Captu
     assert f"{simulated['step_ms']:,.3f} ms" in out
 
 
+@pytest.mark.long(but="adamw8bit-6")
 @pytest.mark.parametrize(
     ("optimizer", "nbytes"),
     [("adamw", 12), ("adamw8bit", 6), ("sgd", 8), pytest.param("lion", 8, marks=pytest.mark.slow)],

@@ -44,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_config_is_divided_and_planned_as_chunkc_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "llama/config.json", "--hw", HW, "--mesh", MESH, *QUICK, "--save", "plan.json"]
     assert main([*command, "--json"]) == 0
@@ -62,6 +63,7 @@ def test_a_config_is_divided_and_planned_as_chunkc_plan_does(capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["step_ms"] == found["step_ms"]
 
 
+@pytest.mark.long
 def test_the_screen_names_the_mesh_and_the_exchanges(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama/config.json", "--hw", "2xa100-40g-1024g", "--mesh", "tp=2", *QUICK]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -98,6 +100,7 @@ def test_slices_of_a_sequence_are_alike(capsys: pytest.CaptureFixture[str]) -> N
     assert "cp=4 divides sequences into equal slices, and they have 10 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_gpt_that_no_job_trains_so_is_planned_with_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "gpt.json").write_text(json.dumps({**TINY_GPT.config, "architectures": ["GPT2LMHeadModel"]}))
     for command, mesh, is_told in (

@@ -33,6 +33,7 @@ def described(outcome: object) -> object:
     return outcome
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_processes_find_what_this_one_finds() -> None:
     told: list[str] = []
@@ -86,6 +87,7 @@ sys.stdout.buffer.write(pickle.dumps((ask.scenario, ["line"])))
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_an_interrupt_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while one works: nobody waits for what it would find."""
@@ -110,6 +112,7 @@ def test_where_one_process_is_enough_there_is_no_other(choices: list[Scenario], 
         assert found == Here(here)
 
 
+@pytest.mark.long(but="1.0")
 @pytest.mark.parametrize("keep", [None, RECOMPUTE_ALL, KEEP_ALL])
 def test_an_estimate_leaves_its_prices_to_the_answer(keep: float | None) -> None:
     scenarios, deep = Scenarios(), replace(ONE, model=TINY_GPT, mesh="", hw=Hardware.parse("a100-40g-1024g"), batch=8)

@@ -32,6 +32,7 @@ def on_meta(case: str) -> tuple[nn.Module, Batch]:
     return model, {n: moved[id(v)] for n, v in batch.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype", "backend"),
     [pytest.param(*e, marks=() if e in FEW else pytest.mark.slow, id="-".join(map(str, e))) for e in EVERY],

@@ -36,6 +36,7 @@ print(AsyncCompile.use_process_pool())
 """
 
 
+@pytest.mark.long
 def test_workers_take_kernels_when_they_were_awaited() -> None:
     """Without being awaited they would leave the first kernels to this process, one by one."""
     command = [sys.executable, "-c", KERNELS]

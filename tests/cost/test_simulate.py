@@ -333,6 +333,7 @@ def test_json_is_plain_and_complete() -> None:
     assert data["stalls"][0]["path_ms"]["cpu"] == pytest.approx(2.0)
 
 
+@pytest.mark.long
 def test_a_deep_model_is_simulated_in_seconds_and_the_same_each_time() -> None:
     """24 layers of 12,288 hidden units, as in GPT-3, on one of 32 GPUs: thousands of actions."""
     found = gpt_like(24, 12288)

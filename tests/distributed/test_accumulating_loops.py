@@ -55,11 +55,13 @@ def check_loops(scripts: list[str], pool: Pool, hw: str) -> None:
         check_seen([seen[number] for seen in found], wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hw", [ROOMY, pytest.param(TIGHT, marks=pytest.mark.slow)], ids=["resident", "moving"])
 def test_loops_see_what_one_process_sees(hw: str, two_ranks: Pool) -> None:
     check_loops(LOOPS, two_ranks, hw)
 
 
+@pytest.mark.long
 def test_ranks_whose_micro_batches_have_other_shapes_defer_alike(two_ranks: Pool) -> None:
     """Each shape has a program of its own; they find the groups gathered and the gradients that others left."""
     found, wanted = two_ranks.run(gradients_of_other_shapes, ROOMY), plain_gradients()

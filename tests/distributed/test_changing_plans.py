@@ -29,10 +29,12 @@ def test_lengths_that_grow_move_all_ranks_to_another_layout(two_ranks: Pool) -> 
     assert check(two_ranks, "tower", TIGHT, [[4], [4], [36], [4], [36]], moves=True) == [2, 2]
 
 
+@pytest.mark.long
 def test_forwards_of_one_loss_are_planned_together(two_ranks: Pool) -> None:
     check(two_ranks, "tower", TIGHT, [[12, 12], [12, 12], [12, 8]], moves=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("hw", "moves"),
     [pytest.param("2xemulated-16m-64m", False, marks=pytest.mark.slow), ("2xemulated-160k-64m", True)],
@@ -42,10 +44,12 @@ def test_each_rank_meets_sizes_of_its_own(hw: str, moves: bool, two_ranks: Pool)
     check(two_ranks, "masked", hw, [[12], [12], [14], [12]], moves=moves)
 
 
+@pytest.mark.long
 def test_new_lengths_are_planned_from_one_capture(two_ranks: Pool) -> None:
     check(two_ranks, "tower", "2xemulated-420k-32m", [[12], [8], [10], [7], [9], [7], [3], [12]], moves=True)
 
 
+@pytest.mark.long
 def test_each_rank_meets_lengths_of_its_own(two_ranks: Pool) -> None:
     """One captures for any length while the other does not, or has captured before."""
     lengths = [[12, 10], [8, 10], [10, 9], [7, 12], [9, 9], [12, 8], [6, 5]]

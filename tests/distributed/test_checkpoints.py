@@ -31,6 +31,7 @@ def check_close(found: list[float], wanted: list[float], tolerance: float) -> No
     assert all(abs(a - b) <= tolerance * abs(b) for a, b in zip(found, wanted, strict=True)), (found, wanted)
 
 
+@pytest.mark.long(but="fp32")
 @pytest.mark.parametrize("policy", ["fp32", "8-bit", pytest.param("bf16", marks=SLOW)])
 def test_two_ranks_save_what_one_loads_and_the_other_way_round(policy: str, tmp_path: Path, two_ranks: Pool) -> None:
     """Every element of parameters, masters and moments; before the first step, and after; the next losses agree."""
@@ -79,6 +80,7 @@ def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path, two_rank
         three_ranks.discard()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("half", [2, pytest.param(50, marks=SLOW)])
 def test_a_resumed_job_goes_on_to_the_bit(half: int, tmp_path: Path, two_ranks: Pool) -> None:
     """With dropout, whose masks are each rank's, and a scheduler; the second run began as another one."""
@@ -93,6 +95,7 @@ def test_a_resumed_job_goes_on_to_the_bit(half: int, tmp_path: Path, two_ranks: 
     check_equal(found[0][2][2], found[0][0][2])
 
 
+@pytest.mark.long
 def test_a_save_beside_training_is_of_the_moment_of_the_call(tmp_path: Path, two_ranks: Pool) -> None:
     """Ranks train, evaluate and read on while both write, without any room to copy chunks aside."""
     ops = [("train", 0, 3), ("digest",)]
@@ -134,6 +137,7 @@ def test_a_rank_whose_disk_is_full_fails_the_save_on_all(full_rank: int, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001-step-1", "00000002-step-3", "latest"]
 
 
+@pytest.mark.long
 def test_a_damaged_file_is_refused_on_all_ranks(tmp_path: Path, two_ranks: Pool) -> None:
     """Whichever rank reads it; nothing has changed, and the checkpoint before is offered."""
     root = tmp_path / "whole"
@@ -179,6 +183,7 @@ def kill_while_saving(directory: Path, generator: random.Random) -> tuple[int, i
     return begun, max([begun, *(step for step in told if step % 2)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_kills", [1, pytest.param(25, marks=[SLOW, pytest.mark.timeout(1500)])])
 def test_a_rank_killed_while_ranks_save_leaves_the_checkpoint_before(
     num_kills: int, tmp_path: Path, two_ranks: Pool

@@ -44,6 +44,7 @@ def check(found: list[DoneParallel], work: Sliced, num_lines: int) -> None:
     assert_same_semantics(together([done.trained for done in found]), wanted)
 
 
+@pytest.mark.long(but="llama")
 @pytest.mark.parametrize("name", NAMES)
 def test_two_slices_train_as_one_process(name: str, two_ranks: Pool) -> None:
     """On the smallest machine that works, so that chunks move."""
@@ -53,6 +54,7 @@ def test_two_slices_train_as_one_process(name: str, two_ranks: Pool) -> None:
     assert all(done.stats["h2d_nbytes"] > 0 for done in found)
 
 
+@pytest.mark.long
 def test_masks_of_few_queries_hide_the_same_keys(two_ranks: Pool) -> None:
     """Three queries at a time see what all would: the second slice begins at key 8."""
     work = Sliced("gpt_folded")
@@ -66,6 +68,7 @@ def test_slices_beside_data_ranks(name: str, four_ranks: Pool) -> None:
     check(four_ranks.run(train, work, timeout_s=400), work, 2)
 
 
+@pytest.mark.long
 def test_clipping_takes_the_norm_of_whole_sequences(two_ranks: Pool) -> None:
     work = Sliced("gpt")
     wanted, norms = train_clipped(work)
@@ -92,12 +95,14 @@ def test_inductor(two_ranks: Pool) -> None:
     check(two_ranks.run(train, work, timeout_s=400), work, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "hf_bert"])
 def test_the_plan_knows_what_attention_exchanges(name: str, two_ranks: Pool) -> None:
     for planned_nbytes, counted_nbytes in two_ranks.run(exchanged, Sliced(name)):
         assert planned_nbytes == counted_nbytes > 0
 
 
+@pytest.mark.long
 def test_evaluations_see_whole_sequences(two_ranks: Pool) -> None:
     """The first as plain PyTorch, since nothing is planned then, later ones by a program."""
     work = Sliced("hf_llama")
@@ -112,6 +117,7 @@ def test_evaluations_see_whole_sequences(two_ranks: Pool) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     parts = {
         "scores": "forward computes attention by softmax",
@@ -141,6 +147,7 @@ def test_positions_of_another_slice_are_refused(two_ranks: Pool) -> None:
     assert "rank 1 had its call refused" in first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(8, 4), (8, 16)])
 def test_slices_must_be_of_one_size(sizes: tuple[int, int], two_ranks: Pool) -> None:
     """Before attention exchanges anything, where others would be an error, a hang, or, of as many bytes, nonsense."""

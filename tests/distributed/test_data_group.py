@@ -18,6 +18,7 @@ def parts(found: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     return torch.stack([before for before, _ in found]).view(len(found), len(found), -1)
 
 
+@pytest.mark.long(but="1678722-torch.bfloat16-True")
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize(
     ("numel", "dtype"), [(128, torch.float16), (100, torch.bfloat16), (SEVERAL_PIECES, torch.bfloat16)], ids=str

@@ -25,6 +25,7 @@ def params_of(story: Story, observation: int) -> dict[str, torch.Tensor]:
     return [values for kind, values in story.seen.shared if kind == "params"][observation]
 
 
+@pytest.mark.long(but="one_is_refused")
 @pytest.mark.parametrize("name", [n for n in SCENARIOS if n != "other_shapes"])
 def test_every_rank_raises(name: str, stories: Stories) -> None:
     """Soon; a rank that its own error ended says that one, the others name it."""
@@ -86,6 +87,7 @@ def test_a_layer_that_one_rank_uses_is_refused(two_ranks: Pool) -> None:
     assert [failure and failure.kind for failure in found] == ["RankError", "RankError"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

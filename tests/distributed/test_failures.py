@@ -44,6 +44,7 @@ def kill_one(rank: int, after_s: float, store: str = "file") -> None:
     check_survivor(ends[1 - rank])
 
 
+@pytest.mark.long(but="0-tcp")
 @pytest.mark.parametrize(("rank", "store"), [(1, "file"), (0, "tcp")])
 def test_a_killed_rank_ends_the_others(rank: int, store: str) -> None:
     """Also rank 0, with which the job's store is gone."""

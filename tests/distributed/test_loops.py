@@ -37,6 +37,7 @@ def check_scripts(scripts: Sequence[str], pool: Pool) -> None:
         check_seen([seen[number] for seen in found], wanted)
 
 
+@pytest.mark.long
 def test_scripts_see_what_one_process_sees(two_ranks: Pool) -> None:
     """The first clip reads all gradients; from then on they are measured as they land."""
     check_scripts(LOOPS, two_ranks)

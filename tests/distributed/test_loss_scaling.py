@@ -26,6 +26,7 @@ def check(found: list[Scaled], num_ranks: int) -> None:
             torch.testing.assert_close(ours, plain, rtol=0, atol=TOLERANCE * largest)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "by_scaler", [pytest.param(False, marks=pytest.mark.slow), True], ids=["built in", "GradScaler"]
 )
@@ -34,6 +35,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(place: str, by_scaler: bool, 
     check(two_ranks.run(train_scaled, PLACES[place], by_scaler), 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "by_scaler", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["built in", "GradScaler"]
 )

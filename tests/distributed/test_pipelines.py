@@ -41,6 +41,7 @@ def check_budgets(found: Sequence[Trained], *, moves: bool) -> None:
             assert stats[f"{stream}_nbytes"] == stats[f"planned_{stream}_nbytes"]
 
 
+@pytest.mark.long(but="1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_two_stages_train_as_one_process(schedule: str, two_ranks: Pool) -> None:
     """By 1F1B the stages differ in what is in flight. The loss is taken behind the last stage, or within it."""

@@ -65,6 +65,7 @@ def check(work: Parallel, pool: Pool, num_ranks: int) -> None:
     assert len(ahead.segments) > 2 and "fetch" in texts[0][0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama_sequence", "gpt"])
 def test_two_tensor_ranks_make_that_plan(name: str, two_ranks: Pool) -> None:
     check(Parallel(name, TP), two_ranks, 2)
@@ -125,6 +126,7 @@ def test_a_model_planned_with_slices_sees_whole_sequences_again() -> None:
         assert torch.equal(loss_of(model.eval()(**batch)), before)
 
 
+@pytest.mark.long
 def test_micro_batches_and_parts_of_the_meta_device(four: None) -> None:
     work = Parallel("llama", TP_AND_SHARD, accumulate=2)
     found = plan(work, "4xemulated-2m-1g")
@@ -144,6 +146,7 @@ def test_reports_name_the_mesh_and_what_the_model_exchanges(four: None) -> None:
     assert f"exchanges of the model device {number} {nbytes / 1024:.2f}" in summary and nbytes > 0
 
 
+@pytest.mark.long
 def test_a_plan_prices_what_ranks_along_tp_exchange() -> None:
     """By links a third as fast, computing takes longer by twice the time of its collectives over them."""
     with fake_job(2):
@@ -156,6 +159,7 @@ def test_a_plan_prices_what_ranks_along_tp_exchange() -> None:
     assert slower_ms == pytest.approx(2 * nbytes / rates.links.gpu_gb_per_s * 1e-6)
 
 
+@pytest.mark.long
 def test_the_model_stays_as_it_is(four: None) -> None:
     model, mesh = parallel(Parallel("llama", TP_AND_SHARD))
     held = {name: (id(param), type(param)) for name, param in model.named_parameters()}

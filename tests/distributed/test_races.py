@@ -41,6 +41,7 @@ def check(pool: Pool, name: str, seeds: range) -> None:
         assert_same_bits(delayed(pool, work, seed), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["accumulated and clipped", "resident", "resident, accumulated"])
 def test_delays_change_no_bit_on_two_ranks(name: str, two_ranks: Pool) -> None:
     check(two_ranks, name, range(2))

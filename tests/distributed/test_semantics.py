@@ -44,6 +44,7 @@ def work_of(name: str, recipe: Recipe = QUICK, **options: object) -> Work:
     return Work(name, recipe, wishes=wishes, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.long(but="gpt2_small-smallest")
 @pytest.mark.parametrize(
     ("name", "hw"),
     [
@@ -60,6 +61,7 @@ def test_two_ranks_train_as_one_process(name: str, hw: str | None, two_ranks: Po
     assert all(done.stats["comm_nbytes"] > 0 for done in found)
 
 
+@pytest.mark.long
 def test_two_ranks_train_by_sgd_as_one_process(two_ranks: Pool) -> None:
     recipe = replace(QUICK, optimizer="sgd", lr=0.05)
     found = two_ranks.run(train, work_of("odd", recipe, hw=None))
@@ -83,6 +85,7 @@ def test_a_rank_that_keeps_its_gradients_to_itself_is_noticed() -> None:
         together([alone, wanted])
 
 
+@pytest.mark.long
 def test_batch_norms_of_each_rank_are_its_own(two_ranks: Pool) -> None:
     """All begin with the buffers of rank 0; from then on each has seen its own part only."""
     runs = runs_of(two_ranks.run(train, Work("resnet", hw=None)))
@@ -92,6 +95,7 @@ def test_batch_norms_of_each_rank_are_its_own(two_ranks: Pool) -> None:
     assert any(not torch.equal(runs[0].buffers[n], runs[1].buffers[n]) for n in buffers[0])
 
 
+@pytest.mark.long
 def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
     """Acceptance (a) on two ranks: everything resident, all on the host, little room, and the smallest that works."""
     recipe = replace(PLACEMENT, num_steps=5)
@@ -111,6 +115,7 @@ def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
     assert moved[0] == 0 and min(moved[1:]) > 0
 
 
+@pytest.mark.long
 def test_groups_that_come_back_for_gradients_alone_give_the_same_bits(two_ranks: Pool) -> None:
     """In chunks of 64 elements a tied embedding has groups of its own; the smallest plan opens them for gradients."""
     recipe = replace(PLACEMENT, num_steps=3)
@@ -122,6 +127,7 @@ def test_groups_that_come_back_for_gradients_alone_give_the_same_bits(two_ranks:
     assert all(rank[0].num_opened == 0 < rank[1].num_opened for rank in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hw", [ROOMY, pytest.param(None, marks=pytest.mark.slow)], ids=["roomy", "smallest"])
 def test_saved_values_that_move_give_the_same_bits(hw: str | None, two_ranks: Pool) -> None:
     """With dropout, on two ranks that share the chunks: kept, and moved, also in the least memory that works."""
@@ -138,6 +144,7 @@ def test_saved_values_that_move_give_the_same_bits(hw: str | None, two_ranks: Po
     assert all(rank[0] == 0 < rank[1] for rank in moved_nbytes)
 
 
+@pytest.mark.long
 def test_inductor(two_ranks: Pool) -> None:
     found = two_ranks.run(train, Work("odd", hw=None, backend="inductor", wishes={"chunk_numel": 16384}))
     check_semantics(runs_of(found), train_large(CASES["odd"], QUICK, 2))

@@ -44,6 +44,7 @@ def check_volume(found: list[Steady], num_ranks: int, max_gathers: int = 2) -> N
         assert rank.received_nbytes <= (1 + max_gathers) * share_nbytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "hw"),
     [pytest.param(torch.float32, None, marks=pytest.mark.slow), (torch.bfloat16, None), (torch.float32, ROOMY)],
@@ -86,6 +87,7 @@ def test_a_steady_step_of_four_ranks_is_the_plan(name: str, dtype: torch.dtype, 
     check_volume(found, 4, max_gathers=2 if name == "llama" else 3)
 
 
+@pytest.mark.long
 def test_two_models_train_in_one_job(two_ranks: Pool) -> None:
     """In turn; when one is deleted its memory returns, and the other goes on."""
     recipe = replace(QUICK, num_steps=5)

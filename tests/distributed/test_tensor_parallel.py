@@ -68,6 +68,7 @@ def train_clipped(work: Parallel, num_data: int) -> tuple[Trained, list[float]]:
     return train_measured(model, batches, optimizer, work.recipe), norms
 
 
+@pytest.mark.long(but="gpt")
 @pytest.mark.parametrize("name", QUICK_NAMES)
 def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> None:
     """On the smallest machine that works, so that chunks move."""
@@ -77,6 +78,7 @@ def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> No
     assert all(done.stats["h2d_nbytes"] > 0 for done in found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama_tied", "bert", "qwen3", "t5", *SLOW_DIVIDED])
 def test_a_model_of_transformers_is_divided_by_its_own_plan(name: str, two_ranks: Pool) -> None:
     """Ties, biases that ranks copy, norms of heads, biases by position, and a vocabulary that is divided or whole."""
@@ -103,6 +105,7 @@ def test_models_of_transformers_are_divided_beside_data_ranks(is_text: bool, fou
     check(four_ranks.run(train, work, timeout_s=400), work, 2)
 
 
+@pytest.mark.long
 def test_clipping_takes_the_norm_of_whole_tensors(two_ranks: Pool) -> None:
     """Parts add up, copies count once: the norm is that of one process, and so is what is trained."""
     work = Parallel("llama_sequence")
@@ -129,6 +132,7 @@ def test_16_bits(name: str, two_ranks: Pool) -> None:
         assert 0 < largest_error(done.trained.params, exact.params) <= allowed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*QUICK_NAMES[:2], pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_plan_knows_what_the_model_exchanges(name: str, two_ranks: Pool) -> None:
     """Bytes along tp, counted by torch's profiler from what is handed to each collective."""
@@ -148,11 +152,13 @@ def test_micro_batches(two_ranks: Pool) -> None:
     check(two_ranks.run(train, work), work, 1)
 
 
+@pytest.mark.long
 def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
     for found in two_ranks.run(reload):
         assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # as no_dist asks
 def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
     """By torch.distributed.checkpoint, which has whole tensors of any mesh under the model's own names."""
@@ -162,6 +168,7 @@ def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -
     assert state.keys() == values.keys() and all(torch.equal(state[name], values[name]) for name in state)
 
 
+@pytest.mark.long
 def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
     parts = {
         "full_params": "not built for tensor parallelism",
@@ -177,6 +184,7 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "backend"), [(0, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)]
 )
@@ -190,22 +198,26 @@ def test_ranks_of_one_batch_must_draw_the_same_numbers(number: int, backend: str
     assert losses[0] == losses[1] and len(set(losses[0])) == len(losses[0]) == 4
 
 
+@pytest.mark.long
 def test_an_evaluation_that_drops_out_must_draw_the_same_numbers(two_ranks: Pool) -> None:
     for texts in two_ranks.run(evaluate_where_one_draws, timeout_s=400):
         assert texts[:3] == [""] * 3 and "ranks along tp would draw others" in texts[3], texts
 
 
+@pytest.mark.long
 def test_ranks_of_one_batch_may_draw_alone_without_dropout(two_ranks: Pool) -> None:
     for text, is_kept, losses in two_ranks.run(drop_out_where_one_draws, 2, "eager", "gpt"):
         assert text == "" and not is_kept and len(losses) == 5
 
 
+@pytest.mark.long
 def test_ranks_of_one_batch_must_have_it_in_one_length(two_ranks: Pool) -> None:
     """Before the model exchanges anything, where sizes that differ would be an error of gloo's or a hang."""
     for error in two_ranks.run(compute_length_of_rank):
         assert "the ranks' forward are not the same; the first difference: rank 0: segment" in error, error
 
 
+@pytest.mark.long
 def test_dropout_is_that_of_one_process(two_ranks: Pool) -> None:
     """With its seed, where values that are dropped are whole on both ranks."""
     work = Parallel("gpt_dropout")
@@ -259,6 +271,7 @@ def check_weights(found: list[dict[str, torch.Tensor]], folder: Path, name: str)
         assert all(torch.equal(value, state[key]) for state in found), key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama_tied", "llama_sequence"])
 def test_weights_are_saved_whole(name: str, two_ranks: Pool, tmp_path: Path) -> None:
     found = two_ranks.run(save_weights, Parallel(name, is_text=name == "llama_tied"), str(tmp_path))

@@ -49,6 +49,7 @@ def check_losses(found: list[Resumed], wanted: list[Resumed]) -> None:
     assert all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_two_tensor_ranks_save_what_one_process_loads_and_the_other_way_round(
     name: str, tmp_path: Path, two_ranks: Pool
@@ -66,6 +67,7 @@ def test_two_tensor_ranks_save_what_one_process_loads_and_the_other_way_round(
         check_losses(found, [one[1]])
 
 
+@pytest.mark.long
 def test_tensor_ranks_and_data_ranks_load_from_each_other(tmp_path: Path, two_ranks: Pool) -> None:
     there, back = tmp_path / "there", tmp_path / "back"
     saved = two_ranks.run(train_and_save, Run("gpt", TP), there)
@@ -78,6 +80,7 @@ def test_tensor_ranks_and_data_ranks_load_from_each_other(tmp_path: Path, two_ra
     check_losses(found, [rank[1] for rank in saved])
 
 
+@pytest.mark.long
 def test_a_run_that_drops_out_goes_on_to_the_bit(tmp_path: Path, two_ranks: Pool) -> None:
     """Each rank of the mesh that saved has its generators again; ranks of another one draw alike along ``tp``."""
     saved = two_ranks.run(train_and_save, Run("gpt_dropout", TP), tmp_path)
@@ -89,11 +92,13 @@ def test_a_run_that_drops_out_goes_on_to_the_bit(tmp_path: Path, two_ranks: Pool
     assert alone.draws == found[0].draws
 
 
+@pytest.mark.long
 def test_training_goes_on_while_tensor_ranks_save(tmp_path: Path, two_ranks: Pool) -> None:
     saved = two_ranks.run(save_while_training, Run("gpt", TP), tmp_path)
     check_values([load_and_train(Run("gpt"), tmp_path)], saved[0].before)
 
 
+@pytest.mark.long
 def test_masters_and_8_bit_states_of_parts(tmp_path: Path, two_ranks: Pool) -> None:
     """In 16 bits the fp32 masters are saved, of which parameters are the rounded ones."""
     run = Run("gpt", TP, dtype="bfloat16", optimizer="AdamW8bit")
@@ -103,6 +108,7 @@ def test_masters_and_8_bit_states_of_parts(tmp_path: Path, two_ranks: Pool) -> N
     assert [rank.losses for rank in found] == [gone_on.losses for _, gone_on in saved]
 
 
+@pytest.mark.long
 def test_a_model_of_another_shape_is_refused_by_whole_shapes(tmp_path: Path, two_ranks: Pool) -> None:
     two_ranks.run(train_and_save, Run("llama", TP), tmp_path)
     for text in two_ranks.run(load_other_model, Run("gpt", TP), tmp_path):
@@ -110,6 +116,7 @@ def test_a_model_of_another_shape_is_refused_by_whole_shapes(tmp_path: Path, two
     assert "does not fit the model" in load_other_model(Run("gpt"), tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("name", [pytest.param("llama_tied", marks=SLOW), "llama_untied", "bert"])
 def test_tensor_ranks_load_the_weights_of_a_whole_model(
@@ -137,6 +144,7 @@ def test_weights_that_files_lack_are_not_drawn_by_tensor_ranks(tmp_path: Path, t
         assert missing == ("lm_head.weight",) and "lm_head.weight" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama_tied", pytest.param("bert", marks=SLOW)])
 def test_transformers_load_what_tensor_ranks_save(name: str, tmp_path: Path, two_ranks: Pool) -> None:
     found = two_ranks.run(save_for_transformers, name, tmp_path)

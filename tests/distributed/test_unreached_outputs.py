@@ -18,6 +18,7 @@ PARTS: Used = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "used"), [("heads", WHOLE), ("broken", WHOLE), ("heads", PARTS)])
 def test_they_are_those_of_one_process(two_ranks: Pool, name: str, used: Used) -> None:
     """Every element of gradients and parameters after every step, clipped, and the step counts."""
@@ -35,6 +36,7 @@ def test_frozen_on_one_rank_is_refused(two_ranks: Pool) -> None:
         assert error.startswith("RankError") and "first.bias is frozen" in error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_steps", [0, 2], ids=["without a plan", "planned"])
 def test_losses_that_reach_other_graphs_of_a_broken_forward_are_refused_by_graph(
     two_ranks: Pool, num_steps: int
@@ -46,5 +48,6 @@ def test_losses_that_reach_other_graphs_of_a_broken_forward_are_refused_by_graph
         assert "0 * output.sum()" in error and "pad the batches" not in error
 
 
+@pytest.mark.long
 def test_outputs_times_zero_make_a_loss_reach_their_graphs(two_ranks: Pool) -> None:
     assert two_ranks.run(reach_other_graphs, 2, ("aB", "ab")) == ["", ""]

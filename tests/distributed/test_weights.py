@@ -15,6 +15,7 @@ from torch import nn
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.long
 def test_two_ranks_write_the_files_of_one_process(tmp_path: Path, two_ranks: Pool) -> None:
     """Before the first step byte by byte; after it what ``state_dict`` gives; in one file and in shards."""
     for num_steps, size in ((0, 20_000), (2, 20_000), (2, 10**9)):
@@ -31,6 +32,7 @@ def test_two_ranks_write_the_files_of_one_process(tmp_path: Path, two_ranks: Poo
             assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, paths, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_ranks_load_what_one_process_saved(num_steps: int, tmp_path: Path, two_ranks: Pool) -> None:
     """Before the first step and after it, also where only rank 0 sees the files."""
@@ -43,6 +45,7 @@ def test_two_ranks_load_what_one_process_saved(num_steps: int, tmp_path: Path, t
     assert (losses[0] + other_losses[0]) / 2 == pytest.approx(wanted_losses[0], rel=1e-5)
 
 
+@pytest.mark.long
 def test_save_pretrained_on_ranks_loads_in_plain_transformers(tmp_path: Path, two_ranks: Pool) -> None:
     transformers = pytest.importorskip("transformers")
     state, _ = two_ranks.run(save_gpt, tmp_path)
@@ -51,6 +54,7 @@ def test_save_pretrained_on_ranks_loads_in_plain_transformers(tmp_path: Path, tw
     check_equal(plain.state_dict(), state)
 
 
+@pytest.mark.long
 def test_errors_of_rank_0_reach_all(tmp_path: Path, two_ranks: Pool) -> None:
     """A full disk, after which training goes on; files that are not the model's, with nothing changed."""
     for rank, (text, losses) in enumerate(two_ranks.run(save_weights_full, tmp_path / "full", 1)):

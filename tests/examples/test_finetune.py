@@ -79,6 +79,7 @@ def uninterrupted(example: ModuleType, tmp_path_factory: pytest.TempPathFactory)
     return out, losses_in(printed.getvalue())
 
 
+@pytest.mark.long
 def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(
     example: ModuleType,
     uninterrupted: tuple[Path, tuple[float, float]],

@@ -19,6 +19,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/patterns.md").read_
 LEAST = {"gan": "mean_radius", "contrastive": "final_loss", "distillation": "final_loss", "reinforce": "final_reward"}
 
 
+@pytest.mark.long(but="gan")
 @pytest.mark.parametrize("name", LEAST)
 def test_a_short_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))

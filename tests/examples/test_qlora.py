@@ -43,6 +43,7 @@ def plain_run(qlora: ModuleType, num_ranks: int = 1) -> tuple[list[float], dict[
     return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.long
 def test_adapters_over_packed_bits_train_as_in_plain_pytorch(qlora: ModuleType) -> None:
     """Acceptance (b); the base keeps its bits, moves as bits, and backward saves no unpacked weight."""
     wanted, values = plain_run(qlora)
@@ -80,6 +81,7 @@ def test_backward_unpacks_again_and_saves_no_weight(qlora: ModuleType) -> None:
     assert {"1.packed", "2.packed"} <= read_twice
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_ranks_train_adapters_over_packed_bits(qlora: ModuleType, two_ranks: Pool) -> None:
     wanted, values = plain_run(qlora, 2)
@@ -91,6 +93,7 @@ def test_two_ranks_train_adapters_over_packed_bits(qlora: ModuleType, two_ranks:
         assert_close_elements(found, {n: v for n, v in values.items() if n in found}, UPDATE_TOLERANCE * LR, "")
 
 
+@pytest.mark.long
 def test_the_example_runs(qlora: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--hw=emulated-400k-16m", "--backend=eager", "--steps=3", "--hidden=64", "--layers=2"]
     assert qlora.main(args) == 0

@@ -40,6 +40,7 @@ def train_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return train_gpt
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_ranks_have_the_losses_of_one_with_their_batches(
     train_gpt: ModuleType, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ def run(recipe: ModuleType, *arguments: str) -> tuple[list[float], dict[str, tor
     return found.losses, {name: value.detach().clone() for name, value in found.model.state_dict().items()}
 
 
+@pytest.mark.long
 def test_the_recipe_trains_as_plain_pytorch_and_goes_on_to_the_bit(recipe: ModuleType, tmp_path: Path) -> None:
     plain, values = run(recipe, "plain=True")
     whole, found = run(recipe, f"out={tmp_path}")
@@ -44,6 +45,7 @@ def test_the_recipe_trains_as_plain_pytorch_and_goes_on_to_the_bit(recipe: Modul
     assert all(torch.equal(value, found[name]) for name, value in again.items())
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_ranks_have_the_losses_of_one(recipe: ModuleType) -> None:
     plain, _ = run(recipe, "plain=True", "epochs=1")

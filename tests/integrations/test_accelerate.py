@@ -23,6 +23,7 @@ def assert_same_run(found: LoopRun, wanted: LoopRun) -> None:
     assert_close_elements(found.values, wanted.values, LIMIT, "parameters")
 
 
+@pytest.mark.long
 def test_the_loop_trains_as_under_accelerate_and_goes_on_from_its_state(tmp_path: Path) -> None:
     """Acceptance (b); the second epoch from the saved state is equal to the bit."""
     plain = LoopRun(*loops.train_by_accelerate(False, tmp_path / "plain"))
@@ -33,6 +34,7 @@ def test_the_loop_trains_as_under_accelerate_and_goes_on_from_its_state(tmp_path
     assert all(torch.equal(value, whole.values[name]) for name, value in resumed.values.items())
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_ranks_train_as_accelerates_ddp(two_ranks: Pool, tmp_path: Path) -> None:
     plain = two_ranks.run(train_loop, "accelerate", False, str(tmp_path / "plain"))

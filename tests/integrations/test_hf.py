@@ -31,6 +31,7 @@ import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 
 
+@pytest.mark.long
 def test_trains_and_evaluates_as_trainer_does(tmp_path: Path) -> None:
     """Acceptance (b) over two epochs with accumulation, a shorter last window, clipping that bites, and a schedule."""
     model = seeded()
@@ -54,6 +55,7 @@ def test_trains_and_evaluates_as_trainer_does(tmp_path: Path) -> None:
     assert stats["h2d_nbytes"] > 0 and stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
 
+@pytest.mark.long
 def test_accelerate_neither_moves_nor_wraps_the_model(tmp_path: Path) -> None:
     model = seeded()
     kind, forward = type(model), type(model).forward
@@ -81,6 +83,7 @@ def test_in_16_bits_the_plan_computes_and_masters_learn(dtype: str, tmp_path: Pa
     assert logged(trainer, "eval_loss") == pytest.approx(logged(exact, "eval_loss"), rel=0.02)
 
 
+@pytest.mark.long
 def test_the_schedule_waits_for_steps_that_overflow(tmp_path: Path) -> None:
     before = values(model := seeded())
     args = arguments(tmp_path, fp16=True, max_steps=3, eval_strategy="no", warmup_steps=0)
@@ -99,6 +102,7 @@ def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None
     assert compiled_of(pair.model).runtime.steps.decision.is_skipped()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")), "fp16"])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(dtype: str, tmp_path: Path) -> None:
     """From the middle of an epoch, with dropout; a later checkpoint that was not finished is passed over."""
@@ -120,6 +124,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(dtype: str, tmp_p
     assert json.loads((tmp_path / "half" / "checkpoint-6" / "trainer_state.json").read_text())["global_step"] == 6
 
 
+@pytest.mark.long
 def test_a_saved_checkpoint_loads_in_plain_transformers(tmp_path: Path) -> None:
     trainer = compiled(model := seeded(), saving(tmp_path, max_steps=3, eval_strategy="no"))
     trainer.train()

@@ -42,6 +42,7 @@ def means(prediction: Any) -> dict[str, float]:
     return {"mean": float(prediction.predictions.mean())}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_metrics_and_label_smoothing_read_outputs_in_fp32(dtype: str, tmp_path: Path) -> None:
     """As they do under autocast; a smoothed loss of 16-bit outputs is off by more than is allowed here."""

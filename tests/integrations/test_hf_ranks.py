@@ -40,6 +40,7 @@ def test_two_ranks_train_save_and_resume_as_trainer_does(two_ranks: Pool, tmp_pa
     assert all(torch.equal(value, saved[name]) for name, value in values[0].items())
 
 
+@pytest.mark.long
 def test_auto_find_batch_size_takes_the_largest_batch_that_has_a_plan(tmp_path: Path) -> None:
     args = arguments(tmp_path, **SEARCHING)
     trainer = compiled(model := seeded(), args)
@@ -53,6 +54,7 @@ def test_auto_find_batch_size_takes_the_largest_batch_that_has_a_plan(tmp_path: 
         compiled(seeded(), arguments(tmp_path, **(SEARCHING | {"auto_find_batch_size": False}))).train()
 
 
+@pytest.mark.long
 def test_a_search_ends_with_what_is_missing(tmp_path: Path) -> None:
     """The device has no room for one sample, or the host none for the model."""
     for hw, place in (("emulated-20k-16m", "device"), ("emulated-320k-150k", "host")):

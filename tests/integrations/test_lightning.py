@@ -24,6 +24,7 @@ def assert_same_run(found: LoopRun, wanted: LoopRun) -> None:
     assert_close_elements(found.values, wanted.values, LIMIT, "parameters")
 
 
+@pytest.mark.long
 def test_fits_as_lightning_does_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """Acceptance (b); the second epoch from the checkpoint is equal to the bit."""
     plain = LoopRun(*loops.train_by_lightning(False, tmp_path / "plain"))
@@ -34,6 +35,7 @@ def test_fits_as_lightning_does_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert all(torch.equal(value, whole.values[name]) for name, value in resumed.values.items())
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_ranks_fit_as_lightnings_ddp(two_ranks: Pool, tmp_path: Path) -> None:
     plain = two_ranks.run(train_loop, "lightning", False, str(tmp_path / "plain"))

@@ -23,6 +23,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CI", "1")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_adapters_train_as_under_trl(kind: str, tmp_path: Path) -> None:
     """Acceptance (b), with accumulation and clipping; the reference of DPO is the model without adapters."""

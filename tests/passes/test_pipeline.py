@@ -252,6 +252,7 @@ def test_a_plan_survives_json() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_175b_is_planned_within_seconds(world_size: int) -> None:
     """96 layers of hidden size 12288 with 13,000 operators on 32 GiB devices."""

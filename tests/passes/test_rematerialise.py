@@ -68,12 +68,14 @@ def test_activations_that_push_payloads_out_are_computed_again_where_that_is_che
     assert step_ms[tried.index(budget)] == min(step_ms) < step_ms[0]
 
 
+@pytest.mark.long
 def test_they_are_kept_where_computing_again_takes_longer_than_copying() -> None:
     budget, tried, step_ms = choose(CHUNK_NBYTES, extra_units=10_000)
     assert budget == KEEP_ALL and tried[:4] == [KEEP_ALL, RECOMPUTE_ALL, 0.5, 0.75]
     assert step_ms[0] == min(step_ms)
 
 
+@pytest.mark.long
 def test_of_steps_that_are_as_long_the_one_that_moves_least_is_taken() -> None:
     moved = MovedValue(index=0, nbytes=1, made_by=0, used_until=0, read_by=(0, 0))
 
@@ -166,6 +168,7 @@ def test_a_step_that_is_computation_alone_is_left_as_it_is() -> None:
     assert [c.budget for c in choice.candidates] == [KEEP_ALL]
 
 
+@pytest.mark.long
 def test_a_plan_that_settles_the_choice_is_made_in_one_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +208,7 @@ def test_budgets_of_one_schedule_are_planned_once() -> None:
     assert len({c.outcome for c in choice.candidates}) == len(made) == 1
 
 
+@pytest.mark.long
 def test_what_was_priced_before_is_not_planned_again() -> None:
     """A first look at the ends leaves its prices to the choice; where the least of memory misses, it ends there."""
     made, priced = list[Schedule](), Priced()
@@ -233,12 +237,14 @@ def test_a_search_says_what_its_plan_costs() -> None:
     assert planned.price is not None and planned.price == price(planned.plan, RATES)
 
 
+@pytest.mark.long
 def test_a_choice_among_several_is_made_each_time(tmp_path: Path) -> None:
     kept = KeptFirst(KeptDocuments(tmp_path / "kept"), target(ROOM_NBYTES), PlanOptions(), Path(__file__))
     choice = choose_budget(lambda b: schedule_with(b, 4 * CHUNK_NBYTES, 1), plan_of, RATES, kept=kept)
     assert len(choice.candidates) > 1 and not (tmp_path / "kept").exists()
 
 
+@pytest.mark.long(but="100")
 @pytest.mark.parametrize("kept_chunks", [3, 100])
 def test_the_note_has_every_candidate(kept_chunks: int) -> None:
     choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_of, RATES)
@@ -246,6 +252,7 @@ def test_the_note_has_every_candidate(kept_chunks: int) -> None:
     assert all(f"{c.budget:g}: " in choice.note for c in choice.candidates)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kept_chunks", "extra_units"), [(4, 4), (12, 40)])
 def test_the_choice_is_as_fast_as_the_best_of_a_fine_grid(kept_chunks: int, extra_units: float) -> None:
     """And never slower than either end."""
@@ -277,6 +284,7 @@ def test_only_the_best_budget_so_far_is_kept() -> None:
     assert kept == {choice.budget}
 
 
+@pytest.mark.long
 def test_beside_a_second_budget_that_is_nearly_as_fast_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps have more than one dip where moved values take over from computed ones."""
     known_ms = {0.0: 3867, 0.5: 3451, 0.5625: 3420, 0.625: 3369, 0.6875: 3440, 0.75: 3518, 1.0: 3439}
@@ -300,6 +308,7 @@ def test_beside_a_second_budget_that_is_nearly_as_fast_others_are_tried(monkeypa
     assert far.budget == KEEP_ALL and min(c.budget for c in far.candidates if c.budget > 0.5) >= 0.75
 
 
+@pytest.mark.long
 def test_jagged_steps_are_not_followed_into_every_dip(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = list[float]()
 

@@ -84,6 +84,7 @@ def test_slow_starts_of_copies_ask_for_larger_chunks_than_long_copies_do() -> No
     assert large > small
 
 
+@pytest.mark.long
 @settings(max_examples=6)
 @example(host_ms=8.0, triple_ms=4.0, num_layers_of_room=13, tracks_grad_norm=False)  # of all 156 cases the farthest off
 @given(
@@ -133,6 +134,7 @@ def test_a_given_chunk_size_is_kept() -> None:
     assert {c.options.chunk_numel for c in found.candidates} == {NUMEL}
 
 
+@pytest.mark.long
 def test_ranks_choose_alike_though_their_own_chunks_differ() -> None:
     uneven = working_chain()
     known = by_latency(3000.0)

@@ -47,6 +47,7 @@ def test_a_shallow_model_is_captured_as_it_is() -> None:
     assert {layer.split(".")[2] for layer in again} == {"0", "1"}
 
 
+@pytest.mark.long
 def test_what_ranks_along_tp_exchange_repeats_layer_by_layer() -> None:
     """A divided model of six layers follows from captures of four and five, its collectives too."""
     whole = replace(subject(1), model=TINY_BERT.with_depth(6), num_tensor=2)

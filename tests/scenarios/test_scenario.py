@@ -15,6 +15,7 @@ HW = Hardware.parse("v100-240g")
 SCENARIO = Scenario(TINY_GPT, HW, batch=2, sequence=16)
 
 
+@pytest.mark.long
 def test_the_plan_is_that_of_chunkc_plan() -> None:
     """Though only four and five layers are captured, every action and every number is the same."""
     model = TINY_GPT.with_depth(6)
@@ -30,6 +31,7 @@ def test_the_plan_is_that_of_chunkc_plan() -> None:
     assert answer.timeline.step_ms > 0
 
 
+@pytest.mark.long
 def test_in_fp16_a_scenario_is_planned_with_its_loss_scaling() -> None:
     """As ``chunkc.plan`` does; without it where it is asked for so, as the modelled systems have none."""
     scenario = replace(SCENARIO, recompute=Recompute.FULL)
@@ -44,6 +46,7 @@ def test_in_fp16_a_scenario_is_planned_with_its_loss_scaling() -> None:
     assert without.memory.nonmodel_nbytes < scaled.memory.nonmodel_nbytes
 
 
+@pytest.mark.long
 def test_a_scenario_that_clips_measures_gradients() -> None:
     scenario = replace(SCENARIO, recompute=Recompute.FULL, dtype=torch.float32)
     scenarios = Scenarios()
@@ -53,6 +56,7 @@ def test_a_scenario_that_clips_measures_gradients() -> None:
     assert [plan is not None and plan.tracks_grad_norm for plan in found] == [False, True]
 
 
+@pytest.mark.long
 def test_layers_are_computed_again_only_where_memory_is_short() -> None:
     told: list[str] = []
     scenarios = Scenarios(told.append)
@@ -74,6 +78,7 @@ def test_layers_are_computed_again_only_where_memory_is_short() -> None:
     assert [line.rpartition(":")[2].split("(")[0].strip() for line in told].count("fits") == 2
 
 
+@pytest.mark.long
 def test_a_machine_without_rates_has_a_plan_and_no_times() -> None:
     answer = Scenarios().answer(replace(SCENARIO, hw=Hardware.parse("emulated-64m-64m")))
     assert answer.fits and answer.timeline is None

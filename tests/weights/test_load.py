@@ -31,6 +31,7 @@ INDEX = "model.safetensors.index.json"
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "dtype"), FAMILIES)
 def test_a_loaded_model_is_transformers_own(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit-equal logits in the same dtype; trained, saved and loaded by transformers again, bit-equal still."""

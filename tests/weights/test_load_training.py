@@ -35,6 +35,7 @@ def test_loading_in_a_window_of_micro_batches(num_before: int, tmp_path: Path) -
     twins.check_training()
 
 
+@pytest.mark.long
 def test_loading_reaches_states_on_the_device_in_the_stream_and_on_the_host(tmp_path: Path) -> None:
     """Eight steps with a load between two of them, updates pending: the same bits in every placement."""
     runner, recipe = PlanRunner(CASES["odd"], torch.bfloat16), replace(PLACEMENT, num_steps=8)

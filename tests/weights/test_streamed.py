@@ -26,6 +26,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.long(but="mixtral")
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow), "mixtral"])
 def test_all_files_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
     """Ties, shards, index, experts one by one, and a configuration with the dtype of the values."""

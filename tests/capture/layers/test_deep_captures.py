@@ -80,6 +80,7 @@ def captures(
     return capture(choose), captured_by_layers(model, capture, choose, param_infos(model, dtype), least=6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("share", "spelling"),
     [
@@ -106,6 +107,7 @@ def test_a_deep_module_is_captured_exactly(share: float | None, spelling: str) -
     assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "recompute"), [("gpt", False), ("gpt", True), pytest.param("bert", True, marks=SLOW)]
 )
@@ -124,6 +126,7 @@ def test_deep_models_of_transformers(family: str, recompute: bool) -> None:
     assert bool(is_asked) is not recompute
 
 
+@pytest.mark.long(but="make1")
 @pytest.mark.parametrize("make", [Uneven, partial(Deep, whole=9), partial(Deep, num_layers=5)])
 def test_what_does_not_follow_from_few_layers_is_captured_whole(
     make: type[nn.Module], caplog: pytest.LogCaptureFixture
@@ -135,6 +138,7 @@ def test_what_does_not_follow_from_few_layers_is_captured_whole(
     assert is_told is (len(whole.schedule.params) > 25)
 
 
+@pytest.mark.long
 def test_a_plan_of_many_layers_takes_captures_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is that of the whole, and the model as it was."""
     monkeypatch.setattr("chunkc.compiler.plan_ahead.captured_by_layers", lambda *_: None)

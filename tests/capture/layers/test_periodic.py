@@ -41,6 +41,7 @@ def check_captures(family: str, recompute: bool, depths: Sequence[int]) -> None:
         assert [schedule.digest() for schedule in found] == [schedule.digest() for schedule in direct]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "spelling", "kernel"),
     [

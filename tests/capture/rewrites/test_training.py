@@ -104,6 +104,7 @@ def num_operators(case: Case, backend: Any, name: str) -> int:
     return sum(name in str(node.target) for graph in graphs for node in graph.module.graph.nodes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [TIED, Case("bert", lambda: seeded(bert), tokens)], ids=["tied", "bert"])
 def test_training_equals_plain_pytorch_in_the_least_budget(case: Case, use_pieces: Callable[[PieceSize], None]) -> None:
     wanted = train_plain(case, RECIPE)
@@ -148,6 +149,7 @@ def test_evaluation_and_training_have_the_same_loss(use_pieces: Callable[[PieceS
     assert before == pytest.approx([loss.item()] * 2, rel=1e-6)
 
 
+@pytest.mark.long(but="eager-False")
 @pytest.mark.parametrize(
     ("backend", "returns_logits"),
     [

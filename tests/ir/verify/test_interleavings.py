@@ -49,6 +49,7 @@ def _all_waits() -> list[tuple[str, str, int, str]]:
     ]
 
 
+@pytest.mark.long(but="measured_begun")
 @pytest.mark.parametrize("name", ORACLE_SPECS)
 def test_deleting_a_wait_is_refused_exactly_when_some_interleaving_goes_wrong(name: str) -> None:
     for spec_name, program, position, wait in _all_waits():
@@ -111,6 +112,7 @@ def _changed(action: Action, kind: str, spec: PlanSpec, chance: random.Random) -
     return action
 
 
+@pytest.mark.long
 @given(st.sampled_from(sorted(ORACLE_SPECS)), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_whatever_is_accepted_computes_the_reference(name: str, num_edits: int, chance: random.Random) -> None:
     spec = ORACLE_SPECS[name]

@@ -267,6 +267,7 @@ def test_a_copy_pipeline_is_equal_to_the_bit(settings: DebugSettings) -> None:
     assert torch.equal(run_pipeline(settings), expected_homes())
 
 
+@pytest.mark.long
 def test_a_hundred_seeds_of_delays_are_equal_to_the_bit() -> None:
     expected = expected_homes()
     for seed in range(100):

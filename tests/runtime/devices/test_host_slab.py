@@ -224,6 +224,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.long(but="as it is-environment2")
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 @pytest.mark.parametrize(
     ("how", "environment"),

@@ -322,6 +322,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(device: EmulatedDevice
     assert ran == [1]
 
 
+@pytest.mark.long
 def test_exit_without_close_neither_hangs_nor_loses_work(tmp_path: os.PathLike[str]) -> None:
     script = textwrap.dedent("""
         import time

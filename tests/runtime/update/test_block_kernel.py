@@ -68,6 +68,7 @@ def train(chunk: Chunk, sizes: list[int], num_steps: int = 3) -> list[Tensor]:
     return [chunk.get(position, param) for position in range(3) for param in range(len(sizes))]
 
 
+@pytest.mark.long(but="dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_loop_is_compiled_and_has_the_bits_of_the_formula(dtype: torch.dtype) -> None:
     """`block_kernel` compares them; what it returns when they differ is not the loop."""
@@ -99,6 +100,7 @@ def test_codes_beside_every_border_are_those_of_the_formula(signed: bool) -> Non
     assert len(wanted.states[1 if signed else 2].unique()) == 256
 
 
+@pytest.mark.long
 def test_another_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     source = module.SOURCE.replace("quotients[i] > above[i]", "quotients[i] >= 1.01f * above[i]")
     assert source != module.SOURCE

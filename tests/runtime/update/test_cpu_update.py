@@ -334,6 +334,7 @@ def test_neighbours_do_not_change_bits() -> None:
             assert torch.equal(a, together.take(b, i))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_payload_that_is_param32_gives_the_same_bits(dtype: torch.dtype) -> None:
     """One memory for param16 and param32, with the gradient in a chunk of its own, in fp32 or in 16 bits."""

@@ -70,6 +70,7 @@ QUICK = {(rule, dtypes) for rule, _ in RULES for dtypes in (DTYPES if rule is AD
 """Adam with all dtypes, each rule with two pairs and several threads: every kernel takes its time to compile."""
 
 
+@pytest.mark.long(but="adam-torch.float32-torch.bfloat16-True")
 @pytest.mark.parametrize(
     ("dtypes", "rule", "hyper", "is_parallel"),
     [
@@ -214,6 +215,7 @@ def train() -> str:
     return float(total).hex()
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_same_bits_are_trained_eagerly(tmp_path: Path) -> None:
     run = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import {__name__.rpartition('.')[2]} as test"
