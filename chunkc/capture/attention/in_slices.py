@@ -210,6 +210,7 @@ def attention_of_slice(
     """
     if gpu is None and query.is_cuda:
         gpu = torch.cuda.get_device_capability(query.device)
+    query, key, value = map(_autocast, (query, key, value))
     line = ContextLine(group_name, size, place)
     whole_key, whole_value = (_gathered(part, line) for part in (key, value))
     kernel = slice_kernel((query, key, value), place, size, gpu, **options) if is_causal else None
@@ -221,6 +222,14 @@ def attention_of_slice(
     if not is_causal:
         return attend(query, whole_key, whole_value, **options)
     return _masked(partial(attend, **options), query, whole_key, whole_value, line)
+
+
+def _autocast(operand: torch.Tensor) -> torch.Tensor:
+    """``operand`` in the dtype that ``torch.autocast`` gives those of attention, if it is on."""
+    kind = operand.device.type
+    if not torch.is_autocast_enabled(kind) or not operand.is_floating_point() or operand.dtype is torch.float64:
+        return operand
+    return operand.to(torch.get_autocast_dtype(kind))
 
 
 def _masked(

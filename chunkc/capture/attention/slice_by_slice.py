@@ -101,15 +101,17 @@ def slice_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SliceKernel | None:
-    """The kernel for attention to one slice; None where there is none, with dropout for one.
+    """The kernel for attention to one slice; None where there is none, as with dropout.
 
     Args:
         operands: query, key and value of the rank's own slice, [batch, heads, length, width].
         gpu: compute capability of the one that runs it, or for which fake tensors are traced; None for a CPU.
     """
-    query, key, _ = operands
-    widths, name = {operand.shape[-1] for operand in operands}, None
-    if dropout_p or query.dim() != 4 or len(widths) > 1:
+    query, key, value = operands
+    name = None
+    if dropout_p or query.dim() != 4 or key.shape != value.shape or {key.dtype, value.dtype} != {query.dtype}:
+        return None
+    if (query.shape[0], *query.shape[2:]) != (key.shape[0], *key.shape[2:]):
         return None
     if query.shape[1] != key.shape[1] and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
         return None
@@ -135,8 +137,14 @@ def attend_slice_by_slice(
     Returns:
         [batch, heads, length, width], in the dtype of ``query``.
     """
-    result: torch.Tensor = _SliceBySlice.apply(query, whole_key, whole_value, kernel)  # type: ignore[no-untyped-call]
+    operands = map(_with_rows, (query, whole_key, whole_value))
+    result: torch.Tensor = _SliceBySlice.apply(*operands, kernel)  # type: ignore[no-untyped-call]
     return result
+
+
+def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with rows of neighbours in memory: of others kernels read other elements."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 class _SliceBySlice(torch.autograd.Function):
@@ -162,7 +170,7 @@ class _SliceBySlice(torch.autograd.Function):
         kernel: SliceKernel = ctx.kernel
         query, whole_key, whole_value, result, sums = ctx.saved_tensors
         of_query, of_keys, of_values = torch.zeros_like(query, dtype=sums.dtype), [], []
-        is_later = kernel.is_later(query.device)
+        given, is_later = _with_rows(given), kernel.is_later(query.device)
         for distance in range(kernel.size):
             key, value = _operands(whole_key, whole_value, query, kernel, distance)
             operands = (query, key, value, result, sums.masked_fill(is_later[distance], math.inf))

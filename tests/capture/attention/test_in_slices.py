@@ -59,6 +59,17 @@ def test_a_slice_that_is_the_whole_attends_as_ever(
         torch.testing.assert_close(tensor.grad, other.grad)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_autocast_is_that_of_attention(is_causal: bool, line: ContextLine) -> None:
+    """Of operands in several dtypes, as behind positions that are multiplied in float32."""
+    query, key, value = operands()
+    place = {"group_name": line.group_name, "size": line.size, "place": line.place}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention_of_slice(query, key, value.bfloat16(), **place, is_causal=is_causal)  # type: ignore[arg-type]
+        wanted = F.scaled_dot_product_attention(query, key, value.bfloat16(), is_causal=is_causal)
+    assert found.dtype is torch.bfloat16 and torch.equal(found, wanted)
+
+
 def test_operator_by_operator_attention_is_that_of_slices(line: ContextLine) -> None:
     given = operands(num_heads=1)
     with AttentionOfSlices(line), torch.no_grad():

@@ -70,6 +70,17 @@ def test_merging_is_as_exact_as_the_kernel(dtype: torch.dtype) -> None:
         assert (found - wanted).abs().max() <= 2 * (whole - wanted).abs().max()
 
 
+def test_elements_may_lie_in_any_order() -> None:
+    """Kernels read rows of neighbours, whatever the strides say; a sum's gradient is one element for all."""
+    given = operands(3)
+    turned = tuple(p.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for p in given)
+    found, wanted = by_slices(turned, 3), by_slices(given, 3)  # type: ignore[arg-type]
+    assert torch.equal(found, wanted)
+    exact = torch.autograd.grad(F.scaled_dot_product_attention(*given, is_causal=True).sum(), given)
+    for one, other in zip(torch.autograd.grad(found.sum(), turned), exact, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_later_slices_count_as_nothing() -> None:
     """Bit by bit, however large their scores; and no gradient reaches them."""
     query, key, value = operands(3)
@@ -130,13 +141,15 @@ def test_operators_of_gpus_give_gradients_of_every_shape(
         (3 * [(8, LENGTH, 8)], {}, None),
         ([*2 * [(2, 4, LENGTH, 8)], (2, 4, LENGTH, 16)], {}, None),
         ([(2, 4, LENGTH, 8), *2 * [(2, 2, LENGTH, 8)]], {}, None),
+        ([(2, 4, LENGTH, 8), *2 * [(1, 4, LENGTH, 8)]], {}, None),
+        ([(2, 4, LENGTH, 8), (2, 2, LENGTH, 8), (2, 4, LENGTH, 8)], {"enable_gqa": True}, None),
         (3 * [(2, 4, LENGTH, 6)], {}, (8, 0)),
     ],
 )
 def test_where_no_kernel_serves(
     shapes: list[tuple[int, ...]], options: dict[str, float], gpu: Capability | None
 ) -> None:
-    """With dropout, other dimensions, values of another width, groups that nobody announced, and padded heads."""
+    """With dropout, other dimensions, values of another width, unannounced groups, what is broadcast, padded heads."""
     given = tuple(torch.ones(shape) for shape in shapes)
     assert slice_kernel(given, 0, 2, gpu, **options) is None  # type: ignore[arg-type]
 
