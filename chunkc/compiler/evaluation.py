@@ -35,7 +35,7 @@ from chunkc.compiler.graph_entry import RuntimeReference
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
 from chunkc.distributed.agreement import Kind
-from chunkc.distributed.slices import check_slices
+from chunkc.distributed.slices import check_slices, unchecked
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.verify import verify_beside
 from chunkc.passes import Planned
@@ -83,6 +83,8 @@ class Evaluator:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._follow_layout()
+        if self._session.runtime.ranks.context is not None and self._session.runtime.layout is None:
+            raise unchecked()
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"

@@ -54,3 +54,11 @@ def _check_positions(line: ContextLine, positions: torch.Tensor) -> None:
 def one_slice_alone() -> CaptureError:
     """The refusal of a forward outside of training and evaluation, which would see one slice alone."""
     return CaptureError("cp divides sequences, and within chunkc.full_params a forward sees one slice: call it outside")
+
+
+def unchecked() -> CaptureError:
+    """The refusal of an evaluation before the first training forward, whose graph is checked."""
+    return CaptureError(
+        "cp divides sequences, and whether all of forward but attention works position by position is checked in the "
+        "first training forward: train a step before the first evaluation"
+    )

@@ -100,6 +100,10 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"cp divides sequences, and {name} is handed an attention_mask, which is of one slice: leave it out, and "
             "let sequences be of one length, without padding"
         )
+    if kwargs.get("logits_to_keep"):
+        raise CaptureError(
+            f"cp divides sequences, and {name} would keep the last logits of its slice: no logits_to_keep"
+        )
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None and name.endswith(_SHIFTING):
         raise CaptureError(
             f"cp divides sequences, and {name} would shift labels within its slice, whose last position then has none: "

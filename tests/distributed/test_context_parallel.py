@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 from accumulating import train_large, train_plain_16_in_parts
+from divided_models import DIVIDED_CASES
 from equalities import ERROR_RATIO
 from job import Pool, only_call
 from models import loss_of
@@ -16,6 +21,7 @@ from rank_context import (
     evaluate,
     exchanged,
     refusals,
+    run_program,
     train,
     train_for_ever,
     train_in_pieces,
@@ -25,6 +31,7 @@ from rank_training import together
 from training import Trained, assert_same_semantics, largest_error, train_measured
 
 pytestmark = pytest.mark.distributed
+PAGE = (Path(__file__).parents[2] / "docs/context_parallel.md").read_text(encoding="utf-8")
 SLOW_NAMES = [pytest.param(name, marks=pytest.mark.slow) for name in ("hf_gpt2", "hf_qwen3")]
 NAMES = ("llama", "gpt", "hf_llama", "gpt_wrapped", "hf_bert", *SLOW_NAMES)
 
@@ -104,17 +111,26 @@ def test_the_plan_knows_what_attention_exchanges(name: str, two_ranks: Pool) -> 
 
 @pytest.mark.long
 def test_evaluations_see_whole_sequences(two_ranks: Pool) -> None:
-    """The first as plain PyTorch, since nothing is planned then, later ones by a program."""
+    """The first operator by operator, the second by a program."""
     work = Sliced("hf_llama")
     losses = [sum(of_ranks) / 2 for of_ranks in zip(*two_ranks.run(evaluate, work), strict=True)]
     model, batch = work.case.build(), work.case.batches()[0]
     optimizer = work.recipe.plain(model.parameters())
     for found in losses:
-        loss = loss_of(model(**batch))
-        assert found == pytest.approx(loss.item(), rel=1e-5)
-        loss.backward()
+        loss_of(model(**batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        assert found == pytest.approx(loss_of(model(**batch)).item(), rel=1e-5)
+
+
+@pytest.mark.long
+def test_the_page_has_the_loss_of_whole_sequences(two_ranks: Pool) -> None:
+    """In bf16, as by default; means over slices, or last tokens that predict the first, are off by more."""
+    [program] = re.findall(r"\n\n((?:    .*\n|\n)+)", PAGE.partition("## Use")[2].partition("Each rank")[0])
+    losses = two_ranks.run(run_program, textwrap.dedent(program))
+    case = DIVIDED_CASES["llama_tied"]
+    tokens = case.batches()[0]["input_ids"]
+    assert sum(losses) / 2 == pytest.approx(loss_of(case.build()(input_ids=tokens, labels=tokens)).item(), rel=2e-4)
 
 
 @pytest.mark.long
@@ -126,7 +142,8 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         "wrapped": "hand GPT2LMHeadModel its inputs by name",
         "head": "BertForSequenceClassification reads positions of whole sequences",
         "layers": "cp",
-        "evaluated": "multi_head_attention_forward sees one slice",
+        "evaluated": "train a step before the first evaluation",
+        "last logits": "would keep the last logits of its slice",
         "full_params": "within chunkc.full_params a forward sees one slice",
         "mask": "attention is handed a mask",
         "no attention": "calls no scaled_dot_product_attention",

@@ -109,14 +109,17 @@ def slice_kernel(
     """
     query, key, value = operands
     name = None
-    if dropout_p or query.dim() != 4 or key.shape != value.shape or {key.dtype, value.dtype} != {query.dtype}:
+    if dropout_p or (scale is not None and scale <= 0):
+        return None
+    if query.dim() != 4 or key.shape != value.shape or {key.dtype, value.dtype} != {query.dtype}:
         return None
     if (query.shape[0], *query.shape[2:]) != (key.shape[0], *key.shape[2:]):
         return None
     if query.shape[1] != key.shape[1] and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
         return None
     if gpu is not None:
-        call = AttentionCall(query, query, query, is_causal=True)  # of keys the kernel has as many heads or takes fewer
+        as_many = [part[:, :1].expand_as(query) for part in (key, value)]  # the kernel has as many heads or takes fewer
+        call = AttentionCall(query, as_many[0], as_many[1], is_causal=True)
         name = choose_kernel(call, gpu, KernelSupport.current())
         if name is AttentionKernel.MATH or query.shape[-1] % _ALIGNMENT:
             return None
@@ -187,7 +190,9 @@ def _operands(
     whole_key: torch.Tensor, whole_value: torch.Tensor, query: torch.Tensor, kernel: SliceKernel, distance: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of one slice, with as many heads as the kernel takes."""
-    parts = (kernel.slice_of(whole, distance) for whole in (whole_key, whole_value))
+    parts = [kernel.slice_of(whole, distance) for whole in (whole_key, whole_value)]
+    if kernel.name is not None:  # torch's own ring attention copies them for the kernels of GPUs, too
+        parts = [part.contiguous() for part in parts]
     groups = 1 if kernel.takes_groups else query.shape[1] // whole_key.shape[1]
     key, value = (part if groups == 1 else part.repeat_interleave(groups, 1) for part in parts)
     return key, value

@@ -116,9 +116,8 @@ class Transformer:
         labels = torch.empty(batch, dtype=torch.long, device="meta") if of_sequences else tokens
         found = {"input_ids": tokens, "labels": labels}
         if num_slices > 1:
-            found["position_ids"] = tokens
-            found |= {"shift_labels": tokens} if self.head is Head.CAUSAL else {}
-            found |= {"token_type_ids": tokens} if self.config["model_type"] == "bert" else {}
+            names = ("labels", "position_ids", *(("shift_labels",) if self.head is Head.CAUSAL else ()))
+            found |= {name: torch.empty_like(tokens) for name in names}
         return found
 
 

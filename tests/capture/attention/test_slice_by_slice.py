@@ -138,6 +138,7 @@ def test_operators_of_gpus_give_gradients_of_every_shape(
     ("shapes", "options", "gpu"),
     [
         (3 * [(2, 4, LENGTH, 8)], {"dropout_p": 0.1}, None),
+        (3 * [(2, 4, LENGTH, 8)], {"scale": -1.0}, None),
         (3 * [(8, LENGTH, 8)], {}, None),
         ([*2 * [(2, 4, LENGTH, 8)], (2, 4, LENGTH, 16)], {}, None),
         ([(2, 4, LENGTH, 8), *2 * [(2, 2, LENGTH, 8)]], {}, None),
@@ -152,6 +153,15 @@ def test_where_no_kernel_serves(
     """With dropout, other dimensions, values of another width, unannounced groups, what is broadcast, padded heads."""
     given = tuple(torch.ones(shape) for shape in shapes)
     assert slice_kernel(given, 0, 2, gpu, **options) is None  # type: ignore[arg-type]
+
+
+def test_a_frozen_query_has_the_kernel_of_a_backward() -> None:
+    """Of wide heads there is none by flash attention on sm_86."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(2, HEADS, LENGTH, 208, dtype=torch.bfloat16) for _ in range(3))
+        for trains, name in ((False, AttentionKernel.FLASH), (True, AttentionKernel.EFFICIENT)):
+            kernel = slice_kernel((query, key.requires_grad_(trains), value), 0, 1, (8, 6))
+            assert kernel is not None and kernel.name is name
 
 
 def test_the_scale_is_that_of_the_width() -> None:

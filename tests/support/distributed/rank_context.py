@@ -227,6 +227,7 @@ def refusals() -> dict[str, str]:
         "no attention": lambda: chunkc.compile(Masked(), ROOMY, mesh="cp=2")(x),
         "counted": lambda: chunkc.compile(Gpt(), ROOMY, mesh="cp=2")(**batches()[0]),
         "positions": lambda: chunkc.compile(DIVIDED_CASES["llama_tied"].build(), ROOMY, mesh="cp=2")(**unplaced),
+        "last logits": lambda: compiled(Sliced("hf_llama"), ROOMY)(**tokens, logits_to_keep=1),
         "packed": lambda: compiled(Sliced("hf_llama"), ROOMY)(**packed),
         "labels": lambda: compiled(Sliced("hf_llama"), ROOMY)(**unshifted),
         "wrapped": lambda: chunkc.compile(Wrapped(DIVIDED_CASES["gpt2"].build()), ROOMY, mesh="cp=2")(
@@ -251,7 +252,7 @@ def refusals() -> dict[str, str]:
 
 
 def evaluate_encoder_layer() -> None:
-    """Before anything was trained, operator by operator."""
+    """Before anything was trained, and so checked."""
     with torch.no_grad():
         chunkc.compile(nn.TransformerEncoderLayer(8, 2).train(), ROOMY, mesh="cp=2")(torch.ones(2, 6, 8))
 
@@ -299,17 +300,25 @@ def compute_size_of_rank(sizes: tuple[int, int]) -> str:
 
 
 def evaluate(work: Sliced) -> list[float]:
-    """Losses of whole sequences without gradients, before anything was trained and behind a step."""
+    """Losses of whole sequences without gradients, behind one step and two."""
     model, (batch,) = compiled(work, ROOMY), work.parts()[0]
     optimizer, losses = work.recipe.ours(model.parameters()), list[float]()
     for _ in range(2):
-        with torch.no_grad():
-            loss = model(**batch)
-        losses.append(loss_of(loss).item())
         loss_of(model(**batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            loss = model(**batch)
+        losses.append(loss_of(loss).item())
     return losses
+
+
+def run_program(source: str) -> float:
+    """The loss of a program of a page, for a model of transformers and its tokens."""
+    case = DIVIDED_CASES["llama_tied"]
+    names = {"torch": torch, "chunkc": chunkc, "model": case.build(), "tokens": case.batches()[0]["input_ids"]}
+    exec(source, names)
+    return loss_of(names["loss"]).item()
 
 
 def train_for_ever(report: Callable[[str], None]) -> None:
