@@ -10,7 +10,8 @@ The results are merged by the logarithms of the sums that softmax divides by, as
 "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023, section 3; Dao, "FlashAttention-2", 2023,
 section 3.1). Backward gives each kernel the merged sums, with which it finds the probabilities of its own slice. Slices
 come in the order in which they lie before the rank's own one, so that the operators are the same on all ranks. No
-matrix of queries and keys is kept: for backward there are queries, keys, values, the result and the sums.
+matrix of queries and keys is kept: for backward there are queries, keys and values of whole sequences, the result and
+the sums.
 """
 
 from __future__ import annotations
