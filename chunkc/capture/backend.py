@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from chunkc._torch_compat.collectives import ContextLine, is_dtensor, share_waited
+from chunkc._torch_compat.collectives import share_waited
 from chunkc._torch_compat.core import (
+    FakeTensorMode,
     aot_backend,
     dynamo_example,
-    dynamo_value,
     mutated_inputs,
     num_forward_outputs,
     outputs_aliasing_inputs,
@@ -36,16 +36,14 @@ from chunkc._torch_compat.core import (
 from chunkc._torch_compat.partitioning import merge_equal
 from chunkc._torch_compat.release import forget_source
 from chunkc._torch_compat.symbolic import has_unbacked_size
-from chunkc.capture.attention.in_slices import attend_across
-from chunkc.capture.attention.kernels import Capability
-from chunkc.capture.attention.tracing import trace_for_gpu
 from chunkc.capture.budgets import BudgetSchedules, GraphChooser
 from chunkc.capture.graphs import Captured, SymbolicIteration, build
+from chunkc.capture.kept_graphs import TracedGraphs, capture_key
 from chunkc.capture.partition import check_outputs, copied, partition, recomputable_layers
-from chunkc.capture.rewrites import PieceSize, rewrite, rewritten_decompositions
 from chunkc.capture.saved_values import source_line
 from chunkc.capture.shared_outputs import return_bases, without_last
 from chunkc.capture.tangents import find_reached, keeps_undefined
+from chunkc.capture.tracing import TracingOptions
 from chunkc.capture.zero_tangents import without_tangents
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
@@ -57,42 +55,6 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 _KEEP_ALL = 1.0
 """The activation budget with which the partitioner decides alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class TracingOptions:
-    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel.
-
-    ``pieces`` says which temporaries are computed in pieces, by `chunkc.capture.rewrites`. ``gpu``: compute capability
-    of the one whose kernels will run what is traced; None for those of the device it is traced on. ``context``: the
-    ranks that have slices of the same sequences, if any.
-    """
-
-    decompositions: Mapping[Any, Any] | None = None
-    prepare_joint: Callable[[GraphModule], None] | None = None
-    fuses: bool = False
-    pieces: PieceSize = PieceSize()  # noqa: RUF009 - frozen
-    gpu: Capability | None = None
-    context: ContextLine | None = None
-
-    def rewrites(self, module: GraphModule, handed_in: Collection[Node] = ()) -> dict[str, Any]:
-        """Rewrite a graph of Dynamo's in place; return AOTAutograd's option for the operators to decompose.
-
-        ``handed_in``: placeholders of the caller's tensors. A graph that computes on DTensors stays as it is: pieces
-        would be of parts.
-
-        Raises:
-            CaptureError: where ranks have slices of sequences, as of `attend_across`.
-        """
-        if self.context is not None:
-            attend_across(module, self.context, handed_in, self.gpu)
-        if self.gpu is not None:
-            trace_for_gpu(module, self.gpu)
-        if not any(is_dtensor(dynamo_value(node)) for node in module.graph.nodes):
-            rewrite(module, self.pieces)
-        if self.decompositions is None:
-            return {}
-        return {"decompositions": rewritten_decompositions(self.decompositions, self.pieces)}
 
 
 class ModelTensors:
@@ -130,13 +92,15 @@ def capture_graph(
     backward: BoxedCallable = _never,
     *,
     choose: GraphChooser | None = None,
+    kept_by: str | None = None,
     evaluates: bool = False,
     trains_scalar: bool = False,
 ) -> tuple[Captured, Callable[..., Any]]:
     """Capture one Dynamo graph; return what was captured, and the code that stands in for the graph.
 
     ``forward`` and ``backward`` are what compiled code calls, not before this function has returned. ``choose`` chooses
-    the activation budget; None keeps what the partitioner keeps. ``evaluates``: a graph may have nothing to train.
+    the activation budget; None keeps what the partitioner keeps. ``kept_by``: keep graphs between runs, under a text
+    that is equal only where ``choose`` chooses alike. ``evaluates``: a graph may have nothing to train.
     ``trains_scalar``: where it returns scalars, backward takes no tangents of other outputs (`Captured.general` does).
     DataDependentSizeError before anything is traced where data tell sizes inside the graph.
     """
@@ -154,13 +118,7 @@ def capture_graph(
         {i for i, e in enumerate(examples) if id(e) in handed_ids},
         *(tracing, forward, backward, choose, evaluates, trains_scalar, _num_outputs(module)),
     )
-    compile_with_aot = aot_backend(
-        fw_compiler=capture.compile_forward,
-        bw_compiler=capture.compile_backward,
-        inference_compiler=capture.compile_inference,
-        partition_fn=capture.partition,
-        **tracing.rewrites(module, slices),
-    )
+    compile_with_aot = capture.backend(module, tracing.rewrites(module, slices), kept_by)
     stage("tracing forward and backward")
     try:
         compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
@@ -193,13 +151,52 @@ class _GraphCapture:
     evaluates: bool
     trains_scalar: bool
     num_outputs: int
+    _is_kept: bool = False
+    _document: bytes | None = None
     _backward: GraphModule | None = None
     _backward_names: Sequence[str] = ()
     _names: Mapping[str, int] = field(default_factory=dict)
     _reached: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    _choice: str = ""
     _captured: Captured | None = None
     _stages: list[StageRecord] = field(default_factory=list)
     _stage_began_s: float = field(default_factory=time.perf_counter)
+
+    def backend(self, module: GraphModule, options: Mapping[str, Any], kept_by: str | None) -> Callable[..., Any]:
+        """AOTAutograd over this object's methods; ``options`` of its own; ``kept_by`` as of `capture_graph`."""
+        methods = {"fw_compiler": self.compile_forward, "bw_compiler": self.compile_backward}
+        others = {"inference_compiler": self.compile_inference, "partition_fn": self.partition}
+        if kept_by is None or self.tracing.context is not None:
+            return aot_backend(**methods, **others, **options)
+        from chunkc._torch_compat.capture_cache import cached_aot_backend, keeps_captures
+
+        key = capture_key(module, kept_by, *self._facts()) if keeps_captures() else None
+        if key is None:
+            return aot_backend(**methods, **others, **options)
+        self._is_kept = True
+        return cached_aot_backend(key, self, **methods, **others, **options)
+
+    def _facts(self) -> tuple[object, ...]:
+        """What both graphs follow from beside Dynamo's graph, its inputs and torch's settings."""
+        tracing, prepare = self.tracing, self.tracing.prepare_joint
+        traced_by = tracing.fuses, tracing.pieces, tracing.gpu, prepare and prepare.__qualname__
+        infos = [self.infos[param] for param in self.params if param is not None]
+        return traced_by, self.params, infos, sorted(self.casts), sorted(self.handed_in), self.num_outputs
+
+    def document(self) -> bytes | None:
+        document, self._document = self._document, None
+        return document
+
+    def restore(self, document: bytes, mode: FakeTensorMode) -> None:
+        traced = TracedGraphs.of(document, mode)
+        self._end_stage("aot_autograd", "both graphs as an earlier run kept them")
+        self._names, self._reached, self._choice = traced.names, traced.reached, traced.choice
+        if traced.choice:
+            self._end_stage("rematerialise", traced.choice)
+        self._keep(self._build(traced.forward, traced.backward, traced.num_user_outputs))
+
+    def code(self, is_backward: bool) -> BoxedCallable:
+        return boxed(self.backward if is_backward else self.forward)
 
     def take(self) -> Captured:
         captured, self._captured, self._backward = self._captured, None, None
@@ -226,8 +223,8 @@ class _GraphCapture:
                 lambda keep: self._partition(copied(joint), inputs, {**options, "keep": keep}),
                 lambda forward, backward: self._build(forward, backward, options["num_fwd_outputs"]),
             )
-            (budget, note), tried = self.choose(schedules), schedules.graphs
-            self._end_stage("rematerialise", note)
+            (budget, self._choice), tried = self.choose(schedules), schedules.graphs
+            self._end_stage("rematerialise", self._choice)
         forward, self._backward = tried.get(budget) or self._partition(joint, inputs, {**options, "keep": budget})
         self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
         return forward, self._backward
@@ -273,7 +270,13 @@ class _GraphCapture:
         self._refuse_broken_rules()
         if self._backward is None:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
-        self._keep(self._build(module, self._backward, num_forward_outputs()))
+        backward, num_outputs = self._backward, num_forward_outputs()
+        if self._is_kept:
+            traced = TracedGraphs(module, backward, num_outputs, self._names, self._reached, self._choice)
+            self._document = traced.document()
+            self._end_stage("keep", "both graphs, for later runs")
+            backward = copied(backward)  # of the one that it keeps, AOTAutograd empties the metadata
+        self._keep(self._build(module, backward, num_outputs))
         self._backward_names = _operator_names(self._backward)
         return boxed(self.forward)
 

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from chunkc.capture.backend import ModelTensors, TracingOptions, capture_graph
+from chunkc.capture.backend import ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
+from chunkc.capture.tracing import TracingOptions
 from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, kept_choices
 from chunkc.compiler.graph_entry import MAX_COMPILED_SIZES, GraphEntry, SizedEntries
 from chunkc.compiler.graph_set import GraphSet, RecordedGraph
@@ -32,6 +33,7 @@ from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
+from chunkc.passes.support.choices import key_of
 from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
@@ -92,10 +94,11 @@ class CaptureSession:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""
         compiler = self.settings.compiler
         entries = SizedEntries(weakly(self._make), weakly(self.graphs.let_go), compiles=compiler.fuses)
-        choose = budget_chooser(self.request())
+        request = self.request()
         captured, code = capture_graph(
             *(module, example_inputs, self.tensors, self.tracing, entries.forward, entries.backward),
-            choose=choose,
+            choose=budget_chooser(request),
+            kept_by=kept_by(request) if compiler.fuses else None,
             trains_scalar=self.graphs.trains_scalar,
         )
         self.shapes.check_room()
@@ -182,6 +185,13 @@ class CaptureSession:
             tier: min(ranks.agree(Kind.PLAN, lambda: [target.model], number=budget.nbytes))
             for tier, budget in target.budgets.items()
         }
+
+
+def kept_by(request: PlanRequest) -> str | None:
+    """What graphs are kept by that are captured for ``request``; None beside a layout or a user's passes."""
+    if request.choices is None or request.layout is not None or request.passes is not None:
+        return None
+    return repr((key_of("", request.target, request.options, 0), request.target.rank))
 
 
 Planner = Callable[[CaptureSession, RecordedGraph, GraphEntry], None]

@@ -28,7 +28,7 @@ from chunkc._torch_compat.inductor import (
     num_cache_misses,
     start_kernel_workers,
 )
-from chunkc.capture.backend import TracingOptions
+from chunkc.capture.tracing import TracingOptions
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError

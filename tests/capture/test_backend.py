@@ -9,8 +9,9 @@ from torch import nn
 from torch.fx import GraphModule, Interpreter
 
 from chunkc._torch_compat import capture_errors
-from chunkc.capture.backend import ModelTensors, TracingOptions, capture_graph
+from chunkc.capture.backend import ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
+from chunkc.capture.tracing import TracingOptions
 from chunkc.compiler.validation import param_infos
 from chunkc.errors import CaptureError
 

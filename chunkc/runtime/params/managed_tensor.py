@@ -119,6 +119,11 @@ class ManagedTensor(torch.Tensor):
         role, index = context
         return ManagedTensor(inner["_inner"], role, index, None)
 
+    def _stable_hash_for_caching(self) -> str:
+        """All that a capture knows of it, for the key of AOTAutograd's cache."""
+        layout = tuple(self.shape), tuple(self.stride()), self.dtype, self.device, self.requires_grad
+        return repr((self._role, self.chunkc_index, *layout))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = _plain(self)
         memo[id(self)] = copy

@@ -1,0 +1,95 @@
+"""Graphs that were captured are kept for later runs, in AOTAutograd's cache beside what Inductor compiled of them.
+
+    run      AOTAutograd's cache
+    first    no entry: trace, choose, partition ──► wrappers of torch, and a document with both graphs
+    later    an entry                           ──► its wrappers, and both graphs on fake tensors of that run
+
+An entry is found by AOTAutograd's key, which knows Dynamo's graph and its inputs, but no modules or source lines, and
+by `capture_key`, which has what chunkc makes of them: sources of the package among it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from chunkc._torch_compat.collectives import is_dtensor
+from chunkc._torch_compat.core import FakeTensorMode, dynamo_value, pytree, storage_key
+from chunkc._torch_compat.graph_documents import UnfitGraphError, dump_graphs, load_graphs
+from chunkc.capture.partition import module_path
+from chunkc.capture.saved_values import source_line
+from chunkc.files.kept import VARIABLE
+from chunkc.files.sources import package_digest
+
+logger = logging.getLogger("chunkc")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraphs:
+    """Both graphs as they were partitioned, and what was found on the way.
+
+    Attributes:
+        num_user_outputs: leading outputs of forward that are not merely saved.
+        names: indexes of parameters by placeholder, of both graphs.
+        reached: outputs behind each tangent, as of `find_reached`.
+        choice: why these values are saved; empty where nothing was to choose.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    num_user_outputs: int
+    names: Mapping[str, int]
+    reached: Mapping[str, frozenset[int]]
+    choice: str
+
+    def document(self) -> bytes | None:
+        """All of it as bytes; None where the graphs fit into none."""
+        facts = replace(self, forward=None, backward=None)  # type: ignore[arg-type]
+        try:
+            return zlib.compress(dump_graphs(facts, [self.forward, self.backward]), level=1)
+        except UnfitGraphError as error:
+            logger.debug("captured graphs are not kept for later runs: %s", error)
+            return None
+
+    @staticmethod
+    def of(document: bytes, mode: FakeTensorMode) -> TracedGraphs:
+        """Read a document on fake tensors of ``mode``."""
+        facts, (forward, backward) = load_graphs(zlib.decompress(document), mode)
+        found: TracedGraphs = replace(facts, forward=forward, backward=backward)
+        return found
+
+
+def capture_key(module: GraphModule, *facts: object) -> str | None:
+    """The key of a capture of Dynamo's graph that follows from ``facts``, too.
+
+    None where it is not kept: of DTensors, for any sizes, or with ``CHUNKC_CACHE=0``.
+    """
+    if os.environ.get(VARIABLE) == "0" or any(map(_is_special, _values(module))):
+        return None
+    nodes = [(node.name, module_path(node), source_line(node)) for node in module.graph.nodes]
+    everything = package_digest(), facts, nodes, _shared_memory(module)
+    return hashlib.sha256(repr(everything).encode()).hexdigest()
+
+
+def _shared_memory(module: GraphModule) -> list[int]:
+    """For each input the first one over the same memory, which AOTAutograd's key does not tell."""
+    keys = [storage_key(dynamo_value(node)) for node in module.graph.find_nodes(op="placeholder")]
+    return [position if key is None else keys.index(key) for position, key in enumerate(keys)]
+
+
+def _values(module: GraphModule) -> Iterable[Any]:
+    return (value for node in module.graph.nodes for value in pytree.tree_leaves(dynamo_value(node)))
+
+
+def _is_special(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return is_dtensor(value) or not all(isinstance(size, int) for size in value.shape)
