@@ -9,8 +9,10 @@ import ast
 import copy
 import ctypes
 import os
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -133,6 +135,24 @@ def inductor_loop(
     except (RuntimeError, OSError) as error:
         raise LoopUnavailable(f"Inductor cannot compile here ({_first_line(error)})") from error
     return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
+
+
+def loop_facts(*, is_parallel: bool) -> str:
+    """What else a loop follows from: torch, this processor, the compiler, and Inductor's settings of C++."""
+    import torch._inductor.config
+
+    settings = torch._inductor.config.save_config_portable()
+    of_cpp = sorted((name, repr(value)) for name, value in settings.items() if name.startswith("cpp"))
+    environ = [os.environ.get(name) for name in ("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS")]
+    return repr((torch.__version__, _processor(), environ, of_cpp, _loop_settings(is_parallel)))
+
+
+def _processor() -> str:
+    """What the processor says that it is and can; the same text on machines that are alike."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
+        return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU")))
+    return f"{platform.machine()} {platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def cpp_library(source: str, *flags: str) -> ctypes.CDLL:

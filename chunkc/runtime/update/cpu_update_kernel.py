@@ -25,8 +25,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from chunkc._torch_compat.inductor import LoopUnavailable, cpp_library, inductor_loop
+from chunkc._torch_compat.inductor import LoopUnavailable, cpp_library, inductor_loop, loop_facts
 from chunkc.progress import stage
+from chunkc.runtime.update.kept_loops import CompiledLoop, kept_or_compiled
 from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Sqrt, UpdateRule
 
 EAGER_TILE_NUMEL = 64 * 1024
@@ -54,16 +55,22 @@ def host_kernel(
     examples = [torch.ones(4096, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
     examples = [examples[0].to(gradient_dtype), *examples[1:], arbitrary_coefficients()]
     eager = _Eager(rule)
+
+    def compile_loop() -> CompiledLoop:
+        outputs = _outputs_anew(rule, payload_dtype)
+        return CompiledLoop(*inductor_loop(outputs, examples, is_parallel=is_parallel))
+
+    facts = repr((rule, gradient_dtype, payload_dtype, loop_facts(is_parallel=is_parallel)))
     try:
-        library, symbol, order = inductor_loop(_outputs_anew(rule, payload_dtype), examples, is_parallel=is_parallel)
+        for loop in kept_or_compiled(facts, compile_loop):
+            kernel = _Loop(getattr(ctypes.CDLL(loop.library), loop.symbol), loop.order, num_lists)
+            if _agree(kernel, eager, gradient_dtype, payload_dtype):
+                return kernel
     except LoopUnavailable as error:
         log_once(f"the host update runs eagerly, which takes several times as long: {error}")
         return eager
-    kernel = _Loop(getattr(ctypes.CDLL(library), symbol), order, num_lists)
-    if not _agree(kernel, eager, gradient_dtype, payload_dtype):
-        log_once("the host update runs eagerly: the loop that Inductor compiled gives other results on this processor")
-        return eager
-    return kernel
+    log_once("the host update runs eagerly: the loop that Inductor compiled gives other results on this processor")
+    return eager
 
 
 def _new_lists(
