@@ -161,6 +161,7 @@ def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: 
     assert last["outcomes"] == {"passed": 5, "failed": 3, "skipped": 1, "crashed": 1, "stood still": 1}
 
 
+@pytest.mark.long
 def test_files_run_at_the_same_time_and_those_of_the_whole_gpu_alone(folder: Path, tmp_path: Path) -> None:
     """Two files wait for each other; the third, which is named first, begins when both have ended."""
     runner = start(folder, tmp_path, "calibrate,meets_left,meets_right", jobs=2)
@@ -196,6 +197,7 @@ def test_files_without_time_are_not_run(folder: Path, tmp_path: Path) -> None:
     assert [name.split("::")[-1] for name in missing["stands"]] == ["test_behind"] and missing["fails"] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_a_runner_that_is_killed_keeps_what_it_found(seed: int, folder: Path, tmp_path: Path) -> None:
     runner = start(folder, tmp_path, "fails,many")

@@ -83,6 +83,7 @@ def test_stalls_are_within_the_step_and_add_up(trained: Pair) -> None:
     assert found["stall_ms"] <= found["step_ms"]
 
 
+@pytest.mark.long
 def test_the_first_step_has_no_speed() -> None:
     pair = Pair()
     with pytest.raises(chunkc.PlanNotReadyError):
@@ -92,6 +93,7 @@ def test_the_first_step_has_no_speed() -> None:
     assert found["num_steps"] == 1 and not {"step_ms", "tokens_per_s", "stall_ms"} & found.keys()
 
 
+@pytest.mark.long
 def test_micro_batches_count_in_the_step_that_takes_them() -> None:
     pair = Pair(accumulate=2)
     for num_backwards in (2, 2, 1):

@@ -50,6 +50,7 @@ def facts(text: str) -> Message:
     return message_from_string(text)
 
 
+@pytest.mark.long
 def test_the_source_distribution_is_the_checkout(unpacked: Path) -> None:
     files = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
     assert {name for name in files if name.split("/")[0] not in MADE} == sources()

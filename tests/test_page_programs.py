@@ -73,6 +73,7 @@ def test_no_program_is_left_out() -> None:
     assert kinds == {"console", "diff", "python", "sh", "text"}
 
 
+@pytest.mark.long(but="howto/evaluation.md-0")
 @pytest.mark.parametrize(("page", "number"), LOOPS)
 def test_both_sides_train_alike(page: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(monkeypatch, tmp_path, NET_MEMORY, **EXACT)
@@ -101,6 +102,7 @@ def test_scripts_that_came_from_other_libraries_train(
     assert set(changed(reader.compiled[0], before)) == set(before)
 
 
+@pytest.mark.long
 def test_the_page_on_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("peft", reason="runs where peft is installed, as `make test` does")
     reader = Reader(monkeypatch, tmp_path, LLAMA_MEMORY, **EXACT)
@@ -146,6 +148,7 @@ def test_the_page_on_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_values(ours.model, plain.model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_the_page_on_lightning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning", reason="runs where lightning is installed, by the extra `lightning`")
@@ -176,6 +179,7 @@ def names_of_quickstart() -> dict[str, Any]:
     return {**found, "chunkc": chunkc, "torch": torch, "transformers": transformers, "data": [batches()] * 2}
 
 
+@pytest.mark.long
 def test_the_quickstart_from_its_loop_to_a_resumed_run(quickstart: Reader) -> None:
     loop, streamed, saving, resuming = programs("quickstart.md", "diff")[:4]
     sides = {}
@@ -293,6 +297,7 @@ def test_the_page_on_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert started == [(("nccl",), {"timeout": timedelta(minutes=5)})]
 
 
+@pytest.mark.long
 def test_the_page_on_watching_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(monkeypatch, tmp_path, NET_MEMORY)
     chunkc.Hardware.parse("v100-240g").save("profile.json")
@@ -325,6 +330,7 @@ def test_the_page_on_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # --- the tutorial -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_tutorial_trains_saves_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(monkeypatch, tmp_path, LLAMA_MEMORY)
     reader.write_pretrained()

@@ -1,4 +1,4 @@
-"""AOTAutograd's cache on disk, for graphs that are captured: entries hold torch's wrappers, and a document.
+"""AOTAutograd's cache on disk, for captured graphs: an entry has torch's wrappers, and a document.
 
 AOTAutograd finds entries by Dynamo's graph, its inputs and torch's settings, and by an attribute of the graph that says
 what else a capture follows from. Of what the compilers return it keeps `CapturedCode`. Where it finds an entry it calls
@@ -46,7 +46,7 @@ class Keeper(Protocol):
         ...
 
     def code(self, is_backward: bool) -> Code:
-        """What runs in place of a graph."""
+        """The function that runs in place of a graph."""
         ...
 
 
@@ -55,14 +55,14 @@ _capturing: ContextVar[Keeper] = ContextVar("_capturing")
 
 @dataclass
 class CapturedCode(OutputCode):
-    """What stands for one graph: in a process ``run``; on disk the document, beside forward."""
+    """Stands for one graph: in a process ``run``; on disk the document, beside forward."""
 
     document: bytes | None
     is_backward: bool
     run: Code | None
 
     def __post_init__(self) -> None:
-        self._boxed_call = True  # of the instance: wrappers take over what it holds
+        vars(self).update(_boxed_call=True)  # of the instance: wrappers take over what it holds
 
     __call__ = property(attrgetter("run"))  # a call goes through no frame of Python
 
@@ -82,7 +82,7 @@ class CapturedCode(OutputCode):
 
 
 def keeps_captures() -> bool:
-    """Whether AOTAutograd keeps what it makes: as set in torch; beside tensor subclasses not before torch 2.13."""
+    """Whether AOTAutograd keeps what it makes: by its settings, beside subclasses from torch 2.13 on."""
     return TorchVersion(torch.__version__) >= "2.13" and should_use_local_autograd_cache()
 
 

@@ -1,4 +1,4 @@
-"""FX graphs over fake tensors as bytes, and back: operators, names, and the metadata that planning and Inductor read.
+"""FX graphs over fake tensors as bytes: operators, names, and the metadata that others read.
 
 Nodes are records of one pickle stream, in order, so that what a node refers to was read before it. A fake tensor is
 its layout over a numbered storage: tensors that share memory share it again, in the fake mode of the reader.
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chunkc._torch_compat.partitioning import uncompiled
 
 UnfitGraphError = pickle.PicklingError
-"""What graphs that have no bytes raise: those of symbolic sizes, with graphs inside, or over other kinds of tensors."""
+"""Raised by graphs that have no bytes: those of symbolic sizes, with graphs inside, or over other kinds of tensors."""
 
 _KEYS: Final = ("val", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "original_aten")
 _STACKS: Final = ("nn_module_stack", "fwd_nn_module_stack")

@@ -138,7 +138,7 @@ def inductor_loop(
 
 
 def loop_facts(*, is_parallel: bool) -> str:
-    """What else a loop follows from: torch, this processor, the compiler, and Inductor's settings of C++."""
+    """Facts that a loop follows from beside its function: torch, processor, compiler and settings."""
     import torch._inductor.config
 
     settings = torch._inductor.config.save_config_portable()
@@ -148,7 +148,7 @@ def loop_facts(*, is_parallel: bool) -> str:
 
 
 def _processor() -> str:
-    """What the processor says that it is and can; the same text on machines that are alike."""
+    """The processor in its own words; the same text on machines that are alike."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0].splitlines()
         return "\n".join(line for line in lines if line.startswith(("vendor_id", "model", "flags", "Features", "CPU")))

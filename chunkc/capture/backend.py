@@ -177,7 +177,7 @@ class _GraphCapture:
         return cached_aot_backend(key, self, **methods, **others, **options)
 
     def _facts(self) -> tuple[object, ...]:
-        """What both graphs follow from beside Dynamo's graph, its inputs and torch's settings."""
+        """All that both graphs follow from beside Dynamo's graph, its inputs and torch's settings."""
         tracing, prepare = self.tracing, self.tracing.prepare_joint
         traced_by = tracing.fuses, tracing.pieces, tracing.gpu, prepare and prepare.__qualname__
         infos = [self.infos[param] for param in self.params if param is not None]

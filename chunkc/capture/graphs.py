@@ -16,12 +16,12 @@ from chunkc._torch_compat.partitioning import draws, operator_of
 from chunkc._torch_compat.symbolic import hint_of
 from chunkc.capture.bundles import Bundle, CapturedGraph
 from chunkc.capture.liveness import LiveBytes, Timeline, storages
+from chunkc.capture.operators.traffic import Traffic, operator_traffic
+from chunkc.capture.operators.workspace import workspace_nbytes
 from chunkc.capture.partition import module_path, param_cone
 from chunkc.capture.saved_values import find_saved, source_line
 from chunkc.capture.symbolic import Sizes, Specialisation, size_inputs, state_sizes
 from chunkc.capture.tangents import Tangents, tangents_of
-from chunkc.capture.traffic import Traffic, operator_traffic
-from chunkc.capture.workspace import workspace_nbytes
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule

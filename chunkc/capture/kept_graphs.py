@@ -1,4 +1,4 @@
-"""Graphs that were captured are kept for later runs, in AOTAutograd's cache beside what Inductor compiled of them.
+"""Captured graphs are kept for later runs, in AOTAutograd's cache beside what Inductor compiled.
 
     run      AOTAutograd's cache
     first    no entry: trace, choose, partition ──► wrappers of torch, and a document with both graphs

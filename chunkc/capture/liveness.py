@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
 from chunkc.capture.bundles import CapturedGraph
-from chunkc.capture.fusion import Fusion
+from chunkc.capture.operators.fusion import Fusion
 from chunkc.capture.partition import is_view
 
 MARGIN = 1 / 16
@@ -38,7 +38,7 @@ _GRAIN_NBYTES = 16
 class LiveBytes:
     """Bytes alive while an operator runs, those of tangents among them, and once it has run.
 
-    ``crossing_nbytes``: more bytes alive before it if a segment begins with it (`chunkc.capture.fusion`).
+    ``crossing_nbytes``: more bytes alive before it if a segment begins with it (`chunkc.capture.operators.fusion`).
     """
 
     during_nbytes: int

@@ -188,7 +188,7 @@ class CaptureSession:
 
 
 def kept_by(request: PlanRequest) -> str | None:
-    """What graphs are kept by that are captured for ``request``; None beside a layout or a user's passes."""
+    """The text by which graphs for ``request`` are kept; None beside a layout or a user's passes."""
     if request.choices is None or request.layout is not None or request.passes is not None:
         return None
     return repr((key_of("", request.target, request.options, 0), request.target.rank))

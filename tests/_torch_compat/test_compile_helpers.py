@@ -54,6 +54,7 @@ def compiled_here(num_segments: int, elapsed_s: float = 1.0, compiling_s: float 
     return own, taken
 
 
+@pytest.mark.long(but="ends at once")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_each_segment_comes_back_once(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_helpers, "start_helper", lambda: started(program))

@@ -38,6 +38,7 @@ class Talkative(nn.Linear):
         return super().forward(x).sum()
 
 
+@pytest.mark.long
 def test_logging_in_a_forward_breaks_no_graph_and_torch_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
     model = chunkc.compile(Talkative(4, 4), "emulated-1m-1m", backend="eager")
     model(torch.ones(2, 4)).backward()

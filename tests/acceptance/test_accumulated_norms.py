@@ -81,6 +81,7 @@ def pair(captured: Pair) -> Pair:
     return captured
 
 
+@pytest.mark.long(but="mixed-3")
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_windows_of_any_length_are_clipped_as_torch_clips_them(pair: Pair, num: int) -> None:
     for first in (1, 10):
@@ -220,6 +221,7 @@ def torch_trace(num_windows: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", MIXED_OFTEN)
 def test_an_overflow_in_one_micro_batch_skips_the_step(place: str) -> None:
     """The first, one in the middle, or the last: nothing changes, and the trace of scales is torch's."""

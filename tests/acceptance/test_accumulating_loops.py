@@ -53,6 +53,7 @@ def check_gradients(pair: Pair) -> None:
             torch.testing.assert_close(ours.grad.clone(), plain.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long(but="mixed-3")
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_a_window_of_any_length_up_to_the_declared_one(pair: Pair, num: int) -> None:
     for start in (1, 10):
@@ -102,6 +103,7 @@ def evaluate(model: nn.Module, length: int = 8) -> float:
         return float(model(*batch(99, length)))
 
 
+@pytest.mark.long
 def test_evaluations_and_forwards_without_backward_between_micro_batches(pair: Pair) -> None:
     """The evaluation runs by its program: parameters are not overlaid."""
     pair.both(lambda model, _: evaluate(model))
@@ -143,6 +145,7 @@ def test_bytes_moved_are_those_of_all_shapes_of_the_latest_step(pair: Pair) -> N
             assert stats[f"{stream}_nbytes"] == stats[f"planned_{stream}_nbytes"] > 0, lengths
 
 
+@pytest.mark.long
 def test_two_forwards_and_their_backwards_in_either_order(pair: Pair) -> None:
     def step(model: nn.Module, optimizer: Optimizer) -> None:
         first, second = model(*batch(1)), model(*batch(2, 6))
@@ -154,6 +157,7 @@ def test_two_forwards_and_their_backwards_in_either_order(pair: Pair) -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_one_backward_of_two_forwards_counts_as_two(pair: Pair) -> None:
     pair.both(lambda model, _: (model(*batch(1)) + model(*batch(2))).backward())
     check_gradients(pair)
@@ -300,6 +304,7 @@ def test_parameters_that_only_some_micro_batches_touch() -> None:
     assert {i: int(s["step"]) for i, s in ours.items()} == {i: int(s["step"]) for i, s in plain.items()}
 
 
+@pytest.mark.long
 def test_several_graphs_accumulate() -> None:
     """A graph break: the first window runs without a plan, later ones by several."""
 

@@ -64,6 +64,7 @@ def test_micro_batches_equal_one_large_batch(name: str, num: int, runner_of: Get
     assert len(norms) == num
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["resnet", pytest.param("gpt2_dropout", marks=SLOW)])
 def test_what_a_large_batch_does_not_equal_equals_plain_micro_batches(name: str, runner_of: GetRunner) -> None:
     """Batch norms look at one micro-batch, buffers change in each, and each has masks of its own."""
@@ -173,6 +174,7 @@ def test_both_equalities_refuse_a_wrong_sum(mutant: Callable[..., ModelRuntime],
         assert_same_bits(found, identity)
 
 
+@pytest.mark.long
 def test_gradient_chunks_take_memory_that_the_plan_states(runner_of: GetRunner) -> None:
     """Host bytes, measured device bytes and the budgets of the error count them; one byte less does not do."""
     runner = runner_of("gpt2")

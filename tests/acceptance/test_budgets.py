@@ -52,6 +52,7 @@ def _train_step(model: nn.Module, name: str) -> float:
     return loss.item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ("odd", pytest.param("llama", marks=pytest.mark.slow)))
 def test_budgets_that_an_error_names_work(name: str) -> None:
     """Too little device memory, too little host memory; then exactly what the errors say."""
@@ -88,6 +89,7 @@ def test_one_byte_less_does_not_work(name: str, runner_of: GetRunner) -> None:
         runner.reset(Setup(device_nbytes=needed[0], host_nbytes=needed[1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_sweep_from_smallest_to_resident(name: str, runner_of: GetRunner) -> None:
     runner = runner_of(name)

@@ -177,6 +177,7 @@ def test_masks_drawn_again_are_those_of_forward_where_a_length_is_planned_anew_i
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 def test_batches_of_one_row_are_captured_apart(caplog: pytest.LogCaptureFixture) -> None:
     """Torch takes sizes of 0 and 1 for constants, which does not tell of the others."""
     pair = Pair("emulated-300k-16m", model=Dropping().eval())
@@ -188,6 +189,7 @@ def test_batches_of_one_row_are_captured_apart(caplog: pytest.LogCaptureFixture)
     assert not [record for record in caplog.records if "captured anew" in record.getMessage()]
 
 
+@pytest.mark.long
 def test_a_forward_that_reads_sizes_as_numbers_says_what_each_costs(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair("emulated-200k-16m", model=Counted())
     with caplog.at_level(logging.WARNING, "chunkc"):
@@ -320,6 +322,7 @@ def test_a_size_that_fits_only_alone_is_tried_once(monkeypatch: pytest.MonkeyPat
     assert session.shapes.num_programs == NUM_CAPTURES + 1, "other sizes are planned from the graph for any"
 
 
+@pytest.mark.long
 def test_too_many_sizes_of_such_a_forward_are_refused_before_anything_changes() -> None:
     pair = Pair("emulated-200k-16m", model=Counted())
     shapes = compiled_of(pair.model).session.shapes
@@ -348,6 +351,7 @@ def test_a_size_that_does_not_fit_is_refused_by_its_numbers_and_the_model_goes_o
     pair.check()
 
 
+@pytest.mark.long
 def test_evaluations_between_new_lengths() -> None:
     pair = low()
     for length in (12, 8, 10, 7, 20):

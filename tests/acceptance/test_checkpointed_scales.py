@@ -97,6 +97,7 @@ def runs() -> dict[str, Half]:
     return found
 
 
+@pytest.mark.long(but="fp32-fp32")
 @pytest.mark.parametrize("there", KINDS)
 @pytest.mark.parametrize("here", KINDS)
 def test_a_scale_is_taken_over_where_it_is_dynamic_on_both_sides(

@@ -47,6 +47,7 @@ def test_a_run_is_one_half_a_resume_and_the_other(tmp_path: Path, policy: str, h
     assert first.train(half, half + 2) != losses[half : half + 2], "the masks matter, or dropout would prove nothing"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("there", "here"), [*(pytest.param(num, num, marks=pytest.mark.slow) for num in (1, 2)), (2, 3)]
 )
@@ -91,6 +92,7 @@ def test_with_inductor(tmp_path: Path) -> None:
     check_equal(second.bits(), whole.bits())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,6 +119,7 @@ def test_another_budget_chunk_size_and_placement_go_on_to_the_bit(tmp_path: Path
     assert one != other, "something was different"
 
 
+@pytest.mark.long
 def test_a_run_resumed_elsewhere_trains_on_as_plain_pytorch(tmp_path: Path) -> None:
     """Acceptance (b), across a save: losses, and every element of the parameters."""
     first, second = Pair(), Pair("emulated-900k-16m", wishes=MIXED)
@@ -131,6 +134,7 @@ def test_a_run_resumed_elsewhere_trains_on_as_plain_pytorch(tmp_path: Path) -> N
     second.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("there", "here"),
     [
@@ -169,6 +173,7 @@ def check_states(first: Run, second: Run) -> None:
         assert torch.equal(p.chunkc_store.read_exact(index), states[0][index][2].to(handed_over))
 
 
+@pytest.mark.long
 def test_staged_and_blank_models_are_saved_and_loaded(tmp_path: Path) -> None:
     """Before the first step: a resumed run that is saved at once loses nothing, and a meta model is filled."""
     options = POLICIES["bf16"]
@@ -198,6 +203,7 @@ def test_staged_and_blank_models_are_saved_and_loaded(tmp_path: Path) -> None:
     assert optimizers[1].step_counts == optimizers[0].step_counts
 
 
+@pytest.mark.long
 def test_the_model_alone_is_loaded_without_moments(tmp_path: Path) -> None:
     first, second = Run(**POLICIES["bf16"]), Run(seed=7)
     first.train(0, 3)

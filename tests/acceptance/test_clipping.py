@@ -47,11 +47,13 @@ def max_norm() -> float:
     return telling_norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLACES)
 def test_clipping_equals_torch(place: str, runner_of: GetRunner, max_norm: float) -> None:
     check_clipping(runner_of(NAME), place, max_norm)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_placement_changes_no_bit_of_a_clipped_run(dtype: torch.dtype, runner_of: GetRunner, max_norm: float) -> None:
     """Acceptance (a), whatever chunks the norm was taken over."""

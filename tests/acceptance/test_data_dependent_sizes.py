@@ -93,6 +93,7 @@ def train_picking(pair: Pair, seed: int, *counts: int) -> None:
     assert ours == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.long
 def test_many_sizes_are_captured_once_and_what_is_kept_of_them_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_entry, "MAX_SIZES", MAX_SIZES)
     monkeypatch.setattr(graph_entry, "MAX_COMPILED_SIZES", MAX_COMPILED_SIZES)
@@ -117,6 +118,7 @@ def test_micro_batches_of_several_sizes_are_alive_together(backend: str) -> None
         pair.check()
 
 
+@pytest.mark.long
 def test_an_evaluation_gathers_its_parameters_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     pair = pair_of(MaskedLoss)
     train(pair, 0)
@@ -139,6 +141,7 @@ def test_one_graph_is_refused_before_anything_changes(kind: type[Mixture]) -> No
     pair.check()
 
 
+@pytest.mark.long
 def test_a_budget_without_room_is_refused_by_its_numbers_and_the_model_goes_on() -> None:
     pair = pair_of(PickedRows, "emulated-160k-64m")
     for seed, count in enumerate((6, 9, 5)):
@@ -196,6 +199,7 @@ def test_dropout_that_is_computed_again_has_the_masks_of_forward_at_every_size(b
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 def test_one_backward_over_forwards_of_several_sizes_is_refused_as_of_one_size() -> None:
     """A forward that breaks is alive once in a backward; what data tell must not hide the second one."""
     pair = pair_of(MaskedLoss, "emulated-512k-64m")

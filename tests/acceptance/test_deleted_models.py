@@ -137,6 +137,7 @@ def inductor_is_ready() -> None:
     CYCLES["inductor"]()
 
 
+@pytest.mark.long(but="lengths")
 @pytest.mark.parametrize("name", ["eager", "inductor", "breaks", "lengths", "plan", "refused"])
 def test_no_object_of_a_deleted_model_is_left(name: str) -> None:
     before = counted()
@@ -171,6 +172,7 @@ def test_one_collection_gives_chunks_back(end: str) -> None:
     assert device.free_device_nbytes() == device.device_budget_nbytes and not is_alive()
 
 
+@pytest.mark.long(but="False")
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_model_goes_on_when_another_of_its_class_is_deleted(breaks: bool) -> None:
     kept, optimizer = trained("eager", breaks=breaks)

@@ -38,6 +38,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long(but="states on the device")
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_neither_placement_nor_chunks_change_a_bit(name: str, whole: tuple[list[float], Bits]) -> None:
     run = run_of(**PLACEMENTS[name])

@@ -54,6 +54,7 @@ def test_losses_and_logits_are_the_plain_models(hw: str, training: bool) -> None
     pair.check()
 
 
+@pytest.mark.long(but="odd")
 @pytest.mark.parametrize("name", ["resnet", "odd", *(pytest.param(n, marks=SLOW) for n in ("gpt2", "t5", "mixtral"))])
 def test_models_of_all_kinds_evaluate_exactly(name: str) -> None:
     """At the smallest budget that trains: logits or losses of the program equal those of plain PyTorch."""
@@ -98,6 +99,7 @@ def test_moves_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.long
 def test_mixed_precision_gives_the_same_bits_on_both_paths() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -155,6 +157,7 @@ def test_autocast_is_part_of_the_signature() -> None:
 # --- nothing is disturbed -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_training_is_bit_equal_to_training_without_evaluations() -> None:
     states = []
     for with_evaluations in (False, True):
@@ -211,6 +214,7 @@ def test_gradients_that_wait_stay(caplog: pytest.LogCaptureFixture) -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_pending_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are slow, and the evaluation follows the step at once."""
     monkeypatch.setenv("CHUNKC_EMULATED", "delay=3,seed=1")
@@ -225,6 +229,7 @@ def test_pending_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(logits, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_an_interrupted_evaluation_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = twins()
     pair.evaluate(tokens(50)), pair.evaluate(tokens(50))
@@ -249,6 +254,7 @@ def test_an_interrupted_evaluation_leaves_the_model(monkeypatch: pytest.MonkeyPa
 # --- what a program is ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_steady_evaluation_is_exactly_its_plan() -> None:
     """Order of actions and bytes moved equal the plan's; nothing is compiled, allocated or waited for unasked."""
     for hw, is_tight in ((TIGHT, True), (ROOMY, False)):
@@ -270,6 +276,7 @@ def test_a_steady_evaluation_is_exactly_its_plan() -> None:
         assert [chunkc.stats(pair.model)[c] - before[c] for c in COUNTS] == [0, 0, 0]
 
 
+@pytest.mark.long
 def test_its_plan_is_verified_beside_every_shape_of_training() -> None:
     pair = twins()
     pair.train(2, length=6)
@@ -283,6 +290,7 @@ def test_its_plan_is_verified_beside_every_shape_of_training() -> None:
     assert chunkc.plan_of(pair.model) == trainings[1], "the plan of the model is that of its training"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not NonModelMeter().available, reason="no reading of malloc on this system")
 def test_the_measured_peak_is_within_the_plan() -> None:
     """Sampled after every operator."""

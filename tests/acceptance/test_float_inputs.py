@@ -120,6 +120,7 @@ def test_each_way_of_a_decision_has_a_program() -> None:
     assert compiled_of(pair.model).session.num_planned == 3, "the first value, and both ways"
 
 
+@pytest.mark.long
 def test_where_each_value_is_a_constant_programs_stay(caplog: pytest.LogCaptureFixture) -> None:
     """And the limit names the arguments and their values."""
     pair = Pair("emulated-120k-16m", Uses(USES["an integer"]), chunk_size=512)

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import chunkc
 
 
+@pytest.mark.long
 def test_a_shape_gets_a_program_when_it_comes_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "chunkc")
     pair = twins()
@@ -30,6 +31,7 @@ def test_a_shape_gets_a_program_when_it_comes_again(caplog: pytest.LogCaptureFix
     assert len(messages(caplog)) == 1 and "shapes are new" in messages(caplog)[0]
 
 
+@pytest.mark.long
 def test_past_the_bound_evaluations_are_gathered_with_one_message(caplog: pytest.LogCaptureFixture) -> None:
     pair = twins()
     pair.evaluator.shapes.max_programs = 1

@@ -114,6 +114,7 @@ def train(pair: Pair, seed: int, length: int = 8) -> None:
     assert ours == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.long(but="Item")
 @pytest.mark.parametrize("kind", [*MODELS[:-1], pytest.param(Frozen, marks=pytest.mark.slow)])
 def test_training_is_exact_in_a_small_budget(kind: type[Breaking]) -> None:
     pair = pair_of(kind)
@@ -126,6 +127,7 @@ def test_training_is_exact_in_a_small_budget(kind: type[Breaking]) -> None:
     assert stats["budget_nbytes"] < stats["model_data_nbytes"] / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradients_of_the_first_and_of_later_steps(backend: str) -> None:
     """The first backward runs without a plan, the second by one; a tied gradient has parts in two graphs.
@@ -224,6 +226,7 @@ def test_a_backward_after_the_first_step_of_a_forward_before_it() -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_before_the_first_step_nothing_is_planned() -> None:
     """A first backward that is not stepped leaves parameters as they are; the plan comes with the first step."""
     pair = pair_of(Broken)
@@ -268,6 +271,7 @@ def test_optimizer_states_survive_the_first_step() -> None:
     other.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(Broken, marks=pytest.mark.slow), Skipped])
 def test_mixed_precision_has_fp32_masters(kind: type[Breaking]) -> None:
     """Losses in bf16 stay near those of fp32, and an update smaller than bf16 can show is kept."""

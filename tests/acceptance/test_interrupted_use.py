@@ -39,6 +39,7 @@ def evaluate(model: nn.Module, _: object) -> float:
         return model(*batch(99)).item()
 
 
+@pytest.mark.long
 def test_evaluation_before_the_first_step_and_between_steps() -> None:
     pair = Pair("emulated-730k-16m")
     ours, plain = pair.both(evaluate)
@@ -306,6 +307,7 @@ def test_an_interrupt_right_behind_a_program_leaves_the_last_step(
     pair.check()
 
 
+@pytest.mark.long
 def test_two_compiled_models_do_not_meet() -> None:
     first, second = Pair("emulated-730k-16m"), Pair("emulated-900k-16m")
     for seed in range(3):

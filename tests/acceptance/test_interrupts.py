@@ -59,6 +59,7 @@ def raise_at_lines(twins: Twins, call: str, num_wanted: int, *, per_instruction:
             raise
 
 
+@pytest.mark.long(but="step")
 @pytest.mark.parametrize("call", NUM_POINTS)
 def test_an_exception_at_a_line_leaves_the_call_done_or_undone(call: str, twins_of: GetTwins) -> None:
     raise_at_lines(twins_of("mixed"), call, NUM_POINTS[call])
@@ -174,6 +175,7 @@ class FinalizerPoints:
             raise Raised(self.places[-1])
 
 
+@pytest.mark.long(but="eager")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_no_finalizer_loses_ctrl_c_in_a_step(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever shows what a finalizer raised may keep it, and so the frames around it and what forward saved in them.

@@ -48,6 +48,7 @@ def by_name(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.replace(".norm.", "."): value for name, value in values.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float16])
 def test_modules_compute_in_fp32(dtype: torch.dtype) -> None:
     """Loss and gradients equal those of a model that casts by hand; the named parameters stand in fp32 chunks."""

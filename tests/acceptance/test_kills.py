@@ -17,6 +17,7 @@ SCRIPT = Path(killed_runs.__file__)
 KEEP = 3
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
 @pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_runs_go_on_as_if_they_had_not_been(tmp_path: Path, num_kills: int) -> None:

@@ -82,6 +82,7 @@ def test_the_line_that_compiles_may_not_be_run_twice_on_one_model() -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_one_of_two_models_on_a_shared_device_goes_and_the_other_trains_on() -> None:
     hw = chunkc.Hardware.parse("emulated-2300k-32m")
     first, second = Pair(hw), Pair(hw)
@@ -97,6 +98,7 @@ def test_one_of_two_models_on_a_shared_device_goes_and_the_other_trains_on() -> 
     second.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )

@@ -86,6 +86,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not NonModelMeter().available, reason="no reading of malloc on this system")
 @pytest.mark.parametrize(("num", "backend", "breaks"), TOGETHER)
 def test_forwards_of_one_loss_are_planned_together(
@@ -120,6 +121,7 @@ def test_backwards_in_the_order_of_the_forwards_run_beside_later_ones(breaks: bo
         pair.check()
 
 
+@pytest.mark.long
 def test_live_forwards_that_do_not_fit_are_refused_before_they_run() -> None:
     pair = pair_of(HW[1], 2)
     train_alone = [ROWS]

@@ -150,6 +150,7 @@ def test_adapters_of_peft_are_saved_alone_and_load_into_a_plain_model(tmp_path: 
     assert all(torch.equal(loaded[name], found.params[name]) for name in found.params)
 
 
+@pytest.mark.long
 @needs_peft
 def test_adapters_of_peft_generate_and_evaluate_as_in_the_plain_model() -> None:
     """After a step of both."""

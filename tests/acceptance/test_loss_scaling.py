@@ -61,6 +61,7 @@ def torch_trace(num_steps: int) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", [pytest.param("moving", marks=pytest.mark.slow), "resident", "mixed"])
 def test_the_trace_of_scales_is_torchs(place: str, at: Callable[[str], Pair]) -> None:
     """Built in: growth, backoff, and p, m, v and step counts through overflows, wherever updates run."""
@@ -120,6 +121,7 @@ def test_gradients_are_shown_unscaled_and_the_loss_is_plain(pair: Pair) -> None:
             torch.testing.assert_close(p.grad.float(), q.grad, rtol=0, atol=2**-7 * largest)
 
 
+@pytest.mark.long
 def test_the_plan_is_known_ahead(pair: Pair) -> None:
     """Norms and the decision too, whatever asks for a scale."""
     static = make("resident", dtype=torch.bfloat16, loss_scale=8.0)
@@ -296,6 +298,7 @@ def test_a_scaler_asks_for_gradients(pair: Pair) -> None:
     assert scaler.state_dict()["_growth_tracker"] == 1
 
 
+@pytest.mark.long
 def test_a_forward_that_breaks_asks_for_a_scaler() -> None:
     """Of its graphs, which gets a scaled tangent depends on the eager code between them."""
 

@@ -299,6 +299,7 @@ def test_sixteen_bit_models_show_parameters_in_their_dtype_and_keep_them_in_fp32
     assert saved(weights(twins)[0]).dtype is torch.float32
 
 
+@pytest.mark.long
 def test_hugging_face_saves_and_loads_a_compiled_model(tmp_path: Path) -> None:
     """``save_pretrained`` and safetensors of a model with tied embeddings, after a step: true values, tied once."""
     case = CASES["gpt2"]

@@ -30,6 +30,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long(but="odd-dtype11-some_resident")
 @pytest.mark.parametrize(("name", "dtype", "placement"), CASES)
 def test_mixed_placement_changes_no_bit(
     name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities

@@ -95,6 +95,7 @@ def assert_kept(model: nn.Module, kept: dict[str, Any]) -> None:
     assert all(map(torch.equal, found, kept["gradients"]))
 
 
+@pytest.mark.long
 def test_measured_memory_falls_as_planned(kept: dict[str, Any]) -> None:
     model = compiled(activations="offload")
     assert_kept(model, kept)
@@ -203,6 +204,7 @@ class Steps:
         return [*(p.detach().clone() for p in self.model.parameters()), *states]
 
 
+@pytest.mark.long
 def test_a_checkpoint_resumes_with_the_same_bits_whatever_moves(tmp_path: Path) -> None:
     """Saved between two steps by a run that moves; loaded by runs that move, recompute and keep."""
     first = Steps("offload")

@@ -74,6 +74,7 @@ MUTANTS = (DroppedChunk, NoBiasCorrection, NoWeightDecay, StaleLearningRate)
 MODELS = ("odd", pytest.param("llama", marks=pytest.mark.slow))
 
 
+@pytest.mark.long(but="NoBiasCorrection-odd")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_placement_equality_refuses(

@@ -43,6 +43,7 @@ def test_sgd_trains_as_torch(runner_of: GetRunner, plain_of: GetPlain) -> None:
     check_semantics(runner, plain_of("gpt2_small", SGD), smallest(runner), SGD)
 
 
+@pytest.mark.long
 def test_lion_trains_as_its_paper(runner_of: GetRunner) -> None:
     """Elements whose direction was near zero in some step may have moved by ``lr`` either way, as in any two runs."""
     runner, case = runner_of("gpt2_small"), CASES["gpt2_small"]
@@ -75,6 +76,7 @@ def test_bf16_is_as_good_as_plain_bf16(
     check_sixteen_bits(runner_of("gpt2_small", torch.bfloat16), plain_of, plain_16_of, wish)
 
 
+@pytest.mark.long(but="sgd-some_resident")
 @pytest.mark.parametrize("placement", ["some_resident", "some_streamed", "all_resident"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_placement_changes_no_bit(name: str, placement: str, runner_of: GetRunner, identities: Identities) -> None:

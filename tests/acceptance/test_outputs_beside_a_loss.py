@@ -138,6 +138,7 @@ def test_values_that_do_not_fit_when_they_come_back_are_an_error_and_change_noth
     pair.check()
 
 
+@pytest.mark.long
 def test_sizes_that_come_later_are_planned_with_all_tangents_at_once(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair("emulated-64m-1g", WithLogits())
     with caplog.at_level(logging.INFO, "chunkc"):

@@ -79,6 +79,7 @@ def check(plain: Any, model: Any, optimizer: chunkc.AdamW, given: str = "") -> N
     optimizer.zero_grad()
 
 
+@pytest.mark.long
 def test_blocks_that_break_alike_keep_their_own_parameters() -> None:
     plain, model, optimizer = both(Clamped)
     for _ in range(3):

@@ -66,6 +66,7 @@ def test_placement_changes_no_bit_under_inductor(
     check_placement(runner_of(name, dtype, "inductor"), placement, identities)
 
 
+@pytest.mark.long
 def test_placements_differ(runner_of: GetRunner) -> None:
     """Less memory moves more bytes, or the cases above compare one plan with itself."""
     runner = runner_of("llama")

@@ -70,6 +70,7 @@ def test_delays_change_no_bit_under_inductor(seed: int, runner_of: GetRunner) ->
     assert_same_bits(found, runner.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", FIRST)
 def test_delays_change_no_bit_of_a_sum_of_micro_batches(seed: int, runner_of: GetRunner) -> None:
     """Gradient chunks go home and come back beside the next forward."""
@@ -80,6 +81,7 @@ def test_delays_change_no_bit_of_a_sum_of_micro_batches(seed: int, runner_of: Ge
     assert_same_bits(found, wanted)
 
 
+@pytest.mark.long
 def test_updates_overlap_the_next_forward(runner_of: GetRunner) -> None:
     """With slow streams ``step()`` returns before its updates have run, or the delays above delay nothing."""
     runner = runner_of("odd")

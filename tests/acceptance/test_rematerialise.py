@@ -117,6 +117,7 @@ def test_a_model_that_fits_only_with_recomputation_trains_exactly_by_the_plan_ma
         torch.testing.assert_close(p.detach().clone(), q.detach(), rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 def test_what_is_computed_again_is_more_work_for_less_memory(deep: Deep) -> None:
     plans = [planned(deep, machine(nbytes)) for nbytes in (1 << 30, least_nbytes(deep) * 3 // 4)]
     operators = [sum(s.end_op - s.first_op for s in p.segments) for p in plans]

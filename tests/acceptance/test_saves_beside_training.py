@@ -127,6 +127,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return found
 
 
+@pytest.mark.long
 def test_a_model_that_is_let_go_of_is_written_first(tmp_path: Path, disk: threading.Event) -> None:
     run, loaded = Run(), Run(seed=7)
     run.train(0, 2)
@@ -144,6 +145,7 @@ def test_a_model_that_is_let_go_of_is_written_first(tmp_path: Path, disk: thread
     assert held() is None, "and goes then"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
 def test_an_interrupted_wait_for_a_save_forgets_neither_the_save_nor_its_chunks(
     tmp_path: Path, disk: threading.Event
@@ -208,6 +210,7 @@ WRITERS: dict[str, tuple[type, str, Callable[..., None]]] = {
 before_write = ChunkStore.before_write
 
 
+@pytest.mark.long(but="updates of resident states")
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_writer_that_does_not_announce_itself_is_found_out(
     writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +222,7 @@ def test_a_writer_that_does_not_announce_itself_is_found_out(
         save_late(tmp_path, lambda run: run.train(3, 8))
 
 
+@pytest.mark.long
 def test_two_models_are_saved_at_once(tmp_path: Path) -> None:
     """On one device, each beside its own training and the other's."""
     hardware = chunkc.Hardware.parse("emulated-2m-32m")

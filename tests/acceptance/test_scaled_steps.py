@@ -115,6 +115,7 @@ def take_steps(pair: Pair, how: str) -> None:
         pair.both(lambda _, optimizer: optimizer.zero_grad())
 
 
+@pytest.mark.long(but="scaler, clipped by torch")
 @pytest.mark.parametrize("how", STEPS)
 def test_gradients_are_stepped_unscaled_and_clipped(everywhere: Pair, how: str) -> None:
     take_steps(everywhere, how)

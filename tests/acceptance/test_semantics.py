@@ -26,6 +26,7 @@ def test_trains_as_plain_pytorch(name: str, runner_of: GetRunner, plain_of: GetP
     check_semantics(runner, plain_of(name, SEMANTICS), smallest(runner))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_trains_as_plain_pytorch_under_inductor(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
     runner = runner_of(name, torch.float32, "inductor")

@@ -55,6 +55,7 @@ def test_growing_lengths_are_exact(backend: str) -> None:
     assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "wishes",
     [pytest.param({}, id="all on one side", marks=pytest.mark.slow), pytest.param(MIXED, id="in all places")],
@@ -94,6 +95,7 @@ def test_optimizer_states_and_gradients_move_with_the_model(wishes: dict[str, ob
             torch.testing.assert_close(pair.optimizer.state_dict()["state"][number][name], value, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_evaluation_programs_are_made_anew_for_a_new_layout() -> None:
     pair = low()
 
@@ -152,6 +154,7 @@ def test_host_memory_holds_the_model_once_while_it_moves(monkeypatch: pytest.Mon
     pair.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["allocate_arena", "allocate_home", "discard_home"])
 def test_an_error_while_the_model_moves_loses_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = low(wishes=MIXED)
@@ -199,6 +202,7 @@ def test_a_model_of_two_shapes_and_two_live_forwards() -> None:
     assert isinstance(pair.model, Tower)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "hw", "model"),
     [
@@ -233,6 +237,7 @@ def test_declared_shapes_that_do_not_fit_are_refused_before_anything_runs() -> N
     pair.check()
 
 
+@pytest.mark.long
 def test_one_example_by_keyword_and_what_is_no_example() -> None:
     tokens, targets = batch(0, 8)
     pair = low(example_inputs={"tokens": tokens, "targets": targets})

@@ -63,6 +63,7 @@ def twins() -> Twins:
     return Twins(model, plain, optimizers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_lengths", [10, pytest.param(20, marks=pytest.mark.slow)])
 def test_many_lengths_are_exact_and_planned_once_each(num_lengths: int, twins: Twins) -> None:
     shapes = compiled_of(twins.model).session.shapes

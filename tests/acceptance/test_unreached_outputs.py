@@ -56,6 +56,7 @@ def train(pair: Pair, batches: Sequence[torch.Tensor], losses: Sequence[Loss]) -
         optimizer.zero_grad()
 
 
+@pytest.mark.long(but="Heads-moving")
 @pytest.mark.parametrize(
     ("make", "place"), [(Heads, "resident"), (Heads, "moving"), (Views, "moving"), (Broken, "moving")]
 )
@@ -68,6 +69,7 @@ def test_heads_used_in_some_steps(make: Callable[[], nn.Module], place: str) -> 
     assert (stats["h2d_nbytes"] > 0) == (place == "moving")
 
 
+@pytest.mark.long
 def test_auxiliary_head_used_in_every_second_step() -> None:
     pair = Pair("emulated-64m-1g", Auxiliary())
     for step in range(4):
@@ -90,6 +92,7 @@ def test_pooler_that_nobody_uses() -> None:
     check_states(pair)
 
 
+@pytest.mark.long(but="Heads")
 @pytest.mark.parametrize("make", [Heads, Broken])
 def test_micro_batches_that_use_other_heads(make: Callable[[], nn.Module]) -> None:
     """A gradient is the sum over the micro-batches that reach the parameter."""
@@ -160,6 +163,7 @@ def test_what_is_withheld_does_not_overflow() -> None:
     assert counts == {2}
 
 
+@pytest.mark.long(but="Heads-1")
 @pytest.mark.parametrize(("make", "accumulate"), [(Heads, 1), (Heads, 2), (Broken, 1)])
 def test_frozen_between_forward_and_backward(make: Callable[[], nn.Module], accumulate: int) -> None:
     """Whether a parameter gets a gradient is decided at backward; the norm is that of the gradients that there are."""
@@ -239,6 +243,7 @@ def add_to_gradients(model: nn.Module) -> None:
         param.grad.add_(0.25)
 
 
+@pytest.mark.long(but="Heads-add_to_gradients-1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("change", [clip_by_torch, add_to_gradients])
 @pytest.mark.parametrize("make", [Heads, Broken])

@@ -12,6 +12,7 @@ import torch
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_chunk_adam.py"
 
 
+@pytest.mark.long
 def test_exit_code_follows_the_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 of the script where a ratio does not hold, 0 of its ``main`` in this process where both do."""
     out = tmp_path / "result.json"

@@ -202,6 +202,7 @@ def test_budgets_hold_and_all_memory_comes_back(device_mib: int, host_mib: int) 
         assert device.free_host_nbytes() == host_mib * MIB
 
 
+@pytest.mark.long
 def test_outputs_of_operators_fit_beside_the_arena() -> None:
     with closing(emulated(64 * MIB, 8 * MIB)) as device:
         if not device.meter.available:
@@ -281,6 +282,7 @@ def test_a_machine_without_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch
         calibrate(HW, BRIEF)
 
 
+@pytest.mark.long
 def test_a_device_in_use_stays_open() -> None:
     hw = Hardware.parse(HW)
     model = chunkc.compile(nn.Linear(64, 64), hw, dtype=torch.float32, backend="eager")

@@ -80,6 +80,7 @@ def test_the_law_of_a_device_is_recovered_through_its_noise() -> None:
     assert abs(bandwidth.median - GB_PER_S) <= bandwidth.spread
 
 
+@pytest.mark.long
 def test_calibrations_of_a_noisy_device_agree_and_say_so_tightly() -> None:
     figures = [[figure_of(values) for values in virtual_rounds(seed)] for seed in range(8)]
     for latency, bandwidth in figures:

@@ -47,6 +47,7 @@ def types_of(value: Any) -> Any:
     return (type(value), [types_of(v) for v in value]) if isinstance(value, (list, tuple)) else type(value)
 
 
+@pytest.mark.long
 @given(values)
 def test_plain_values_come_back_with_their_types(value: Any) -> None:
     found = through_json(value)

@@ -254,6 +254,7 @@ def build():
 """
 
 
+@pytest.mark.long
 def test_the_memory_that_a_real_model_is_said_to_need_is_enough(
     user_module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -189,6 +189,7 @@ def test_where_no_mesh_fits_the_shortage_is_told(llama: str, capsys: pytest.Capt
     assert out == "" and "does not fit: " in err and "chosen: --mesh " in err
 
 
+@pytest.mark.long
 def test_on_one_device_there_is_nothing_to_choose(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", llama, "--hw", "a100-40g-1024g", "--mesh", "auto", *QUICK, "--json"]) == 0
     assert "meshes" not in json.loads(capsys.readouterr().out)

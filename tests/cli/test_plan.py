@@ -157,6 +157,7 @@ def test_a_plan_that_takes_nearly_all_there_is_is_tight(nbytes: int, is_tight: b
     assert rows[0].endswith("tight") == is_tight
 
 
+@pytest.mark.long
 def test_json_of_a_machine_without_rates(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", tiny, "--hw", "emulated-64m-64m", "--json"]) == 0
     found = json.loads(out_of(capsys))
@@ -260,6 +261,7 @@ def test_plans_are_told_from_configurations(content: Any, expected: bool, tmp_pa
     assert not is_plan_file("gpt-10b")
 
 
+@pytest.mark.long
 def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A decision stands before all updates: by default in fp16, by word in bf16; none where none is wanted."""
     for hw, extra, waits in (
@@ -277,6 +279,7 @@ def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[st
     assert "--clip is for built-in models and config.json" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As many tokens as micro-batches, one step; gradients take host memory. Only chunkc plans them."""
     command = [tiny, "--hw", "v100-240g", "--batch", "2", "--activations", "keep", "--no-advice", "--json"]

@@ -77,6 +77,7 @@ def allocations(work: Callable[[], object]) -> list[int]:
     return [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
 
 
+@pytest.mark.long(but="inductor-resnet")
 @pytest.mark.parametrize("name", ("gpt2", "resnet"))
 @pytest.mark.parametrize("backend", ("eager", "inductor"))
 def test_planning_allocates_no_tensors_and_makes_no_device(

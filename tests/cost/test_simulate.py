@@ -196,6 +196,7 @@ def test_the_next_iteration_is_the_same_a_step_later(plan: Plan, machine: CostRa
         assert then.end_ms - now.end_ms == pytest.approx(timeline.step_ms, rel=1e-4, abs=1e-4)
 
 
+@pytest.mark.long
 @LAWS
 @given(plans(), st.sampled_from(MACHINES))
 def test_what_repeats_goes_on_repeating(plan: Plan, machine: CostRates) -> None:
@@ -245,6 +246,7 @@ def test_a_machine_faster_in_everything_is_faster_by_that(plan: Plan, factor: fl
     assert simulate_with(plan, partly).step_ms <= simulate_with(plan, RATES).step_ms * (1 + 1e-6)
 
 
+@pytest.mark.long
 @LAWS
 @given(plans(), st.integers(0, 2**32))
 def test_without_sharing_a_plan_without_some_waits_is_no_slower(plan: Plan, seed: int) -> None:

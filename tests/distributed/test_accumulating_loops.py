@@ -75,6 +75,7 @@ def test_ranks_whose_micro_batches_have_other_shapes_defer_alike(two_ranks: Pool
             torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-5 * scale)
 
 
+@pytest.mark.long
 def test_windows_as_long_as_the_one_before_end_with_exchanges_beside_computing(two_ranks: Pool) -> None:
     """Nobody says which micro-batch is the last. After a window of another length than expected, all is right and later
     ones are as expected; in a steady one nothing waits."""
@@ -99,6 +100,7 @@ def test_windows_as_long_as_the_one_before_end_with_exchanges_beside_computing(t
         assert [after - before for before, after in pairwise(waits)] == [0, 0, 0, 2, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("word", "does"),
     [
@@ -122,6 +124,7 @@ def test_a_sum_that_one_rank_begins_anew_is_an_error_on_all(hw: str, two_ranks: 
         assert "the gradient of head.weight begins anew" in failure.text
 
 
+@pytest.mark.long
 def test_a_load_after_a_discarded_window_fails_and_goes_on_alike(tmp_path: Path, two_ranks: Pool) -> None:
     first, second = two_ranks.run(load_after_a_discarded_window, ROOMY, str(tmp_path))
     assert [failure and failure.kind for failure, _ in (first, second)] == ["OSError", "OSError"], first

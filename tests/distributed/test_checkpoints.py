@@ -116,6 +116,7 @@ def test_a_save_beside_training_is_of_the_moment_of_the_call(tmp_path: Path, two
     assert loaded[0][1::2] == wanted and len(set(wanted)) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full_rank", [pytest.param(0, marks=SLOW), 1])
 def test_a_rank_whose_disk_is_full_fails_the_save_on_all(full_rank: int, tmp_path: Path, two_ranks: Pool) -> None:
     """The cause is named, the checkpoint before is what is loaded, and the next save works."""

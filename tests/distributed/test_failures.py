@@ -57,6 +57,7 @@ def kill_at_random(seed: int, num_kills: int) -> None:
         kill_one(generator.randrange(2), generator.uniform(0, 0.5), generator.choice(["file", "tcp"]))
 
 
+@pytest.mark.long
 def test_a_rank_killed_at_any_moment_ends_the_others() -> None:
     kill_at_random(seed=0, num_kills=1)
 

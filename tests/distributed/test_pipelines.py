@@ -62,6 +62,7 @@ def test_stages_that_cannot_be_trained_are_refused(two_ranks: Pool) -> None:
         assert {name for name, text in found.items() if parts[name] in text} == set(parts), found
 
 
+@pytest.mark.long(but="type-parts1")
 @pytest.mark.parametrize(
     ("clips", "parts"),
     [
@@ -102,6 +103,7 @@ def test_ranks_hand_their_stages_over_in_any_order(two_ranks: Pool) -> None:
         torch.testing.assert_close(found, norm)
 
 
+@pytest.mark.long
 def test_stages_go_on_from_their_own_checkpoints_only(tmp_path: Path, two_ranks: Pool) -> None:
     """Of the same names and shapes; where two begin a directory at a time, one at most has it."""
     found = two_ranks.run(save_stages, str(tmp_path))

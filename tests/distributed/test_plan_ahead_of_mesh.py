@@ -135,6 +135,7 @@ def test_micro_batches_and_parts_of_the_meta_device(four: None) -> None:
     assert plan(work, "4xemulated-2m-1g", mesh="dp_shard=2,tp=2").digest() == found.digest()
 
 
+@pytest.mark.long
 def test_reports_name_the_mesh_and_what_the_model_exchanges(four: None) -> None:
     """Each all-reduce of hidden states along tp brings what they have: there are four in forward and in backward."""
     found = plan(Parallel("llama", TP_AND_SHARD), "4xemulated-2m-1g")
@@ -171,6 +172,7 @@ def test_the_model_stays_as_it_is(four: None) -> None:
     assert classes == {name: type(module) for name, module in model.named_modules()}
 
 
+@pytest.mark.long
 def test_ranks_that_divide_chunks_alone_are_planned_as_ever() -> None:
     plans = [
         chunkc.plan(

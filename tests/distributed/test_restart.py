@@ -36,6 +36,7 @@ def wanted(two_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return found
 
 
+@pytest.mark.long
 def test_a_job_that_lost_a_rank_goes_on_from_its_checkpoint(wanted: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """Rank 1 is killed between forward and backward; the second life ends with the bits of a job that lost none."""
     check(restart(tmp_path / "killed", 1, 0.0), wanted)

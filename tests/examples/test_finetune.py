@@ -159,6 +159,7 @@ def test_adapters_are_trained_and_exported_alone_also_after_a_resume(
     assert example.evaluate(model, held_out(example)) == pytest.approx(whole[0], rel=1e-5)
 
 
+@pytest.mark.long
 def test_the_defaults_fit_their_device(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = example.parse([])

@@ -24,6 +24,7 @@ def torchrun(num_ranks: int, *arguments: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("num_ranks", "arguments"),

@@ -11,6 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "examples" / "tp_plan.py"
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_are_those_of_the_model_without_chunkc(num_ranks: int) -> None:

@@ -133,6 +133,7 @@ def test_the_text_is_the_library_of_this_interpreter(example: ModuleType) -> Non
     assert text == bytes(example.standard_library().tolist())
 
 
+@pytest.mark.long
 def test_the_defaults_train_25_million_parameters_in_a_third_of_their_model_data(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from chunkc._torch_compat.core import pytree
 from chunkc.capture.attention.kernels import AttentionCall, AttentionKernel, KernelSupport, choose_kernel
-from chunkc.capture.workspace import kernel_workspace_nbytes
+from chunkc.capture.operators.workspace import kernel_workspace_nbytes
 
 aten = torch.ops.aten
 Note = Callable[[str, object], None]

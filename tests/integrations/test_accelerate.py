@@ -46,6 +46,7 @@ def test_two_ranks_train_as_accelerates_ddp(two_ranks: Pool, tmp_path: Path) -> 
         assert found.losses == wanted.losses[-len(found.losses) :]
 
 
+@pytest.mark.long
 def test_a_norm_over_some_parameters_is_clipped_as_torch_does(tmp_path: Path) -> None:
     """By gathering them; over all of them the plan clips, and plain models are accelerate's."""
     accelerator = ours.ChunkcAccelerator(cpu=True)

@@ -62,6 +62,7 @@ def small_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Ten
     return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch * 1e-5
 
 
+@pytest.mark.long
 def test_in_fp16_a_loss_computed_outside_is_scaled(tmp_path: Path) -> None:
     """Its gradients reach the plan in fp16; the scale is Trainer's to save, and goes on from there."""
     changed = {"max_grad_norm": 0.0, "eval_strategy": "no", "learning_rate": 1e-3, "adam_epsilon": 1e-8}

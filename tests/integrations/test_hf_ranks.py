@@ -23,6 +23,7 @@ import chunkc
 RANKS = {"gradient_accumulation_steps": 2}
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_two_ranks_train_save_and_resume_as_trainer_does(two_ranks: Pool, tmp_path: Path) -> None:
     """Acceptance (b) with accumulation, a shorter last window, clipping and a schedule; saved once, for all."""

@@ -55,6 +55,7 @@ def trainer(folder: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.long
 def test_precision_is_that_of_the_plan(tmp_path: Path) -> None:
     module = loops.loop_module(chunkc.AdamW)
     trainer(tmp_path, precision="bf16-mixed").fit(module, loops.loader())

@@ -83,6 +83,7 @@ def test_a_group_of_ranks_may_hold_just_the_largest_tensor() -> None:
         assert layout.chunk_numel * world_size == largest
 
 
+@pytest.mark.long
 def test_sizes_without_slack_where_no_other_fits() -> None:
     """Groups with room beside their matrices take 1.5 % more of all model data than those without."""
     found, roomy = gpt_like(12, 1024, vocabulary=3000), target(17_000_000, 277_000_000, world_size=8)

@@ -229,6 +229,7 @@ def test_resident_gradient_chunks_are_reduced_where_they_stand() -> None:
     ]
 
 
+@pytest.mark.long
 @given(requests(), st.integers(1, 3), st.integers(2, 4))
 def test_replicas_plan_as_one_of_them_alone(
     request: tuple[Schedule, Target, PlanOptions], accumulate: int, num_replicas: int

@@ -238,6 +238,7 @@ def digests() -> list[str]:
     return [planned(gpt_like(6, 128, 1000), target(budget)).plan.digest() for budget in (1 << 22, 1 << 23, 1 << 40)]
 
 
+@pytest.mark.long
 def test_plans_do_not_depend_on_hash_seeds() -> None:
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     code += "from test_pipeline import digests; print(digests())"

@@ -62,6 +62,7 @@ def choose(kept_nbytes: int, extra_units: float) -> tuple[float, list[float], li
     return choice.budget, [c.budget for c in choice.candidates], [c.step_ms for c in choice.candidates]
 
 
+@pytest.mark.long
 def test_activations_that_push_payloads_out_are_computed_again_where_that_is_cheap() -> None:
     budget, tried, step_ms = choose(4 * CHUNK_NBYTES, extra_units=1)
     assert budget < KEEP_ALL
@@ -95,6 +96,7 @@ def test_of_steps_that_are_as_long_the_one_that_moves_least_is_taken() -> None:
     assert choose_where([*rematerialise.BUDGETS, KEEP_ALL]) == KEEP_ALL
 
 
+@pytest.mark.long
 def test_a_model_that_fits_with_recomputation_only_is_planned_with_it() -> None:
     budget, _, step_ms = choose(6 * CHUNK_NBYTES, extra_units=1)
     assert math.isinf(step_ms[0])
@@ -270,6 +272,7 @@ def test_the_choice_is_as_fast_as_the_best_of_a_fine_grid(kept_chunks: int, extr
     assert chosen_ms <= min(grid[0], grid[-1]) * (1 + MIN_GAIN)
 
 
+@pytest.mark.long
 def test_only_the_best_budget_so_far_is_kept() -> None:
     """So that what is chosen is not partitioned again, and no more than two pairs of graphs are alive."""
     kept = set[float]()

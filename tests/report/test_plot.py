@@ -38,6 +38,7 @@ def share_of(image: np.ndarray, colour: str) -> float:
     return float(np.mean(np.all(np.abs(image - np.array(to_rgb(colour))) < 0.01, axis=-1)))
 
 
+@pytest.mark.long(but="size1")
 @pytest.mark.parametrize("size", [(1920, 1080), (1200, 800)])
 def test_a_picture_has_the_asked_size_and_shows_what_there_is(tmp_path: Path, size: tuple[int, int]) -> None:
     plot(PLAN, TIMELINE, tmp_path / "plan.png", size=size)
@@ -50,6 +51,7 @@ def test_a_picture_has_the_asked_size_and_shows_what_there_is(tmp_path: Path, si
     assert share_of(image, WORK_COLOURS[Work.REDUCE]) == share_of(image, KIND_COLOURS[Kind.STATES]) == 0.0
 
 
+@pytest.mark.long
 def test_memory_takes_the_share_of_the_panel_that_it_has_of_time_and_bytes() -> None:
     """Twice the non-model bytes cover twice the pixels, since the budget makes the axis."""
     areas = []
@@ -62,6 +64,7 @@ def test_memory_takes_the_share_of_the_panel_that_it_has_of_time_and_bytes() -> 
     assert areas[1] == pytest.approx(2 * areas[0], rel=0.06)
 
 
+@pytest.mark.long
 def test_figures_share_nothing() -> None:
     others = [with_work(resident().build(), 2), distributed().build(), chain(200).build()]
     first = picture(PLAN, TIMELINE)

@@ -38,6 +38,7 @@ def test_any_share_of_layers_is_captured_exactly() -> None:
         assert captures.has(whole, share) and not captures.has(replace(whole, batch=3), share)
 
 
+@pytest.mark.long
 def test_a_shallow_model_is_captured_as_it_is() -> None:
     """The last layers keep their activations, so backward begins without computing anything again."""
     captured = Captures().of(subject(3), 1 / 3)

@@ -15,6 +15,7 @@ def answer(model: str, hw: str, batch: int = 4) -> Answer:
     return Scenarios().answer(Scenario(built_in(model), Hardware.of(hw), batch, 1024, recompute=Recompute.FULL))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("model", "hw"),

@@ -118,6 +118,7 @@ def test_compiled(case: str, capability: int, tmp_path: Path) -> None:
     assert compiled.num_registers <= MAX_REGISTERS
 
 
+@pytest.mark.long(but="90-grad0")
 @pytest.mark.parametrize("grad", [BF16, pytest.param(F32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capability", EVERY_CASE)
 def test_block_update_compiled(grad: torch.dtype, capability: int, tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def half_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path
     return model, folder
 
 
+@pytest.mark.long(but="cut off")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_files_that_do_not_fit_are_refused_before_anything_changes(
     fault: str, half_step: tuple[nn.Module, Path], tmp_path: Path

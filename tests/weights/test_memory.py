@@ -47,6 +47,7 @@ def check(found: dict[str, int], *, arena_is_slab: bool = True) -> None:
     assert found["shard"] < found["model"] // 2, "or one shard would be the whole model"
 
 
+@pytest.mark.long
 def test_a_meta_model_is_loaded_within_its_plan(tmp_path: Path) -> None:
     found = run("50m", "load", tmp_path)
     assert found["load_peak"] <= 1.15 * found["plan"], "all of the process, with all that it has imported"

@@ -80,6 +80,7 @@ def test_tied_parameters_are_one_entry() -> None:
     assert torch.equal(part.read(part.entry("weight")), torch.eye(8))
 
 
+@pytest.mark.long
 def test_models_without_chunks_and_wrong_shapes_are_refused() -> None:
     plain = Small()
     with pytest.raises(ChunkcError, match=r"this Small do not stand in one compiled model: call chunkc\.compile"):

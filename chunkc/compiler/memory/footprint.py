@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from chunkc._torch_compat.core import pytree
-from chunkc.capture.workspace import workspace_nbytes
+from chunkc.capture.operators.workspace import workspace_nbytes
 
 NO_STORAGE = -1
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from chunkc._torch_compat.core import FakeTensorMode
-from chunkc.capture.workspace import BASE_NBYTES, device_type_of, kernel_workspace_nbytes
+from chunkc.capture.operators.workspace import BASE_NBYTES, device_type_of, kernel_workspace_nbytes
 from chunkc.compiler.memory.footprint import Footprint, Recorder, tensors_in
 
 _ROOTS: Final = {"torch": "torch", "aten": "torch.ops.aten", "inductor_ops": "torch.ops.inductor"}

@@ -1,4 +1,4 @@
-"""Compiled loops found again: Inductor takes most of a second to find in its cache which library a formula has become.
+"""Compiled loops are found again without Inductor, which takes most of a second to look one up.
 
 A document beside Inductor's cache names the library, its digest, and the order of its arguments, by all that the loop
 follows from. Whoever takes a loop checks what it computes, and goes on to the next one where that is wrong.
@@ -38,7 +38,7 @@ class _Document:
 
 
 def kept_or_compiled(facts: str, compile_loop: Callable[[], CompiledLoop]) -> Iterator[CompiledLoop]:
-    """The loop that an earlier run kept under ``facts``, if there is one; then, kept from now on, a compiled one."""
+    """The loop that an earlier run kept under ``facts``, if any; then a compiled one, kept from now on."""
     cache = Path(inductor_cache_folder())
     store, key = KeptDocuments(cache / "chunkc"), hashlib.sha256((package_digest() + facts).encode()).hexdigest()[:32]
     found = _find(store, key, cache)

@@ -132,6 +132,7 @@ def test_elsewhere_it_is_traced_as_it_runs() -> None:
     assert all("for_cpu" in op.target for op in attending(schedule_of(Attention(), None)))
 
 
+@pytest.mark.long
 def test_plans_take_it_from_the_machine() -> None:
     def planned(dropout: float, hw: str) -> int:
         inputs = (torch.ones(BATCH, TOKENS, HEADS * SIZE),)

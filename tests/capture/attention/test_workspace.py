@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chunkc.capture.attention.workspace import gpu_attention_nbytes
-from chunkc.capture.workspace import BASE_NBYTES, kernel_workspace_nbytes
+from chunkc.capture.operators.workspace import BASE_NBYTES, kernel_workspace_nbytes
 
 aten = torch.ops.aten
 FLASH, CUDNN, EFFICIENT = (

@@ -115,6 +115,7 @@ def test_training_equals_plain_pytorch_in_the_least_budget(case: Case, use_piece
     assert_same_semantics(found, wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_placement_changes_no_bit(backend: str, use_pieces: Callable[[PieceSize], None]) -> None:
     use_pieces(SIZE)
@@ -126,6 +127,7 @@ def test_placement_changes_no_bit(backend: str, use_pieces: Callable[[PieceSize]
     assert_same_gradients(small.gradients, large.gradients, 2.0**-7)
 
 
+@pytest.mark.long(but="dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_first_gradients_in_16_bits_are_near_those_in_fp32(
     dtype: torch.dtype, use_pieces: Callable[[PieceSize], None]

@@ -305,6 +305,7 @@ def test_compiled_segments_take_what_is_read_from_their_code(dtype: torch.dtype)
         assert most <= max(s.workspace_nbytes for s in found.steps)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("triton") is None, reason="code for a GPU is Triton's")
 def test_code_that_is_generated_for_a_gpu_is_understood() -> None:
     """What it allocates by its text, and outputs of the sizes of the graph's, are in what is read.

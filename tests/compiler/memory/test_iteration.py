@@ -40,6 +40,7 @@ def replayed(captured: Captured, plan: Plan) -> tuple[SegmentBytes, ...]:
     return iteration_bytes(captured, plan.segments, graphs, footprints)
 
 
+@pytest.mark.long(but="gpt2_dropout-0")
 @pytest.mark.parametrize(
     ("name", "device_nbytes"),
     [

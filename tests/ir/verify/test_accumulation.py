@@ -95,6 +95,7 @@ def test_micro_batches_defer_exchanges_where_all_chunks_have_slots() -> None:
     assert deferring == {name for name in PLANS if "ranks, resident" in name}
 
 
+@pytest.mark.long(but="measured, states anywhere")
 @pytest.mark.parametrize("name", PLANS)
 def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> None:
     verify(PLANS[name])
@@ -128,6 +129,7 @@ def test_no_plan_without_a_wait_is_accepted_that_can_go_wrong(name: str, stride:
     assert num_refused >= len(waits) / 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.defers_reduction])
 def test_no_deferring_program_without_a_wait_is_accepted_that_can_go_wrong(name: str, stride: int) -> None:

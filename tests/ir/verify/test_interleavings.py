@@ -32,6 +32,7 @@ def accepted(plan: Plan) -> bool:
     return True
 
 
+@pytest.mark.long(but="measured")
 @pytest.mark.parametrize("name", ORACLE_SPECS)
 def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> None:
     plan = ORACLE_SPECS[name].build()

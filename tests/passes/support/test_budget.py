@@ -124,6 +124,7 @@ def test_the_memory_that_an_error_names_is_the_least_that_leaves_the_budget(budg
     assert Budget(PLENTY, 3).less(4).memory_nbytes(budget) == budget + 7
 
 
+@pytest.mark.long(but="size0")
 @pytest.mark.parametrize("size", [(6, 128, 1000), (24, 512, 2000)])
 def test_whole_groups_take_hardly_more_than_one_ranks_chunks(size: tuple[int, int, int]) -> None:
     """So there is nothing to be won by exchanging one chunk at a time: chunks of many ranks are smaller instead."""

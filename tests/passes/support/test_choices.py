@@ -36,6 +36,7 @@ def working(schedule: Schedule) -> Schedule:
     return replace(schedule, forward=graphs[0], backward=graphs[1])
 
 
+@pytest.mark.long
 def test_what_was_chosen_gives_the_same_plan_without_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHUNKC_CACHE", raising=False)
     store, schedule = KeptDocuments(tmp_path / "kept"), working(SCHEDULE)

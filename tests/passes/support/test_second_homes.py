@@ -64,6 +64,7 @@ def test_all_ranks_choose_the_same_groups() -> None:
     assert groups[0] == groups[1] == groups[2] and len(groups[0]) == 1
 
 
+@pytest.mark.long(but="{'tracks_grad_norm': True}-6")
 @pytest.mark.parametrize("num", [1, 3, LAYERS])
 @pytest.mark.parametrize(
     "options", [{}, {"tracks_grad_norm": True}, {"streamed_share": 0.5}, {"accumulate": 2}], ids=str

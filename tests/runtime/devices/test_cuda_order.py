@@ -107,6 +107,7 @@ def test_evicted_training_equals_the_emulated_devices_bits(
     assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 def test_resident_training_updates_by_kernels_with_one_upload_a_step(
     on_cuda: list[CudaDevice], dtype: torch.dtype, tolerance: float
@@ -122,6 +123,7 @@ def test_resident_training_updates_by_kernels_with_one_upload_a_step(
         torch.testing.assert_close(found, right, rtol=0, atol=tolerance)  # an update is of size 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 def test_states_are_updated_by_kernels_and_on_the_host_in_one_step(
@@ -147,6 +149,7 @@ def train_decided(nbytes: int, wishes: Mapping[str, Any]) -> tuple[nn.Module, ch
     return model, optimizer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("nbytes", "wishes"),
     [(EVICTED, {}), (ROOMIER, MIXED), (ROOMIER, WHOLE), (RESIDENT, {})],
@@ -215,6 +218,7 @@ def test_every_wait_of_several_micro_batches_is_kept(
     assert found_faults(recorder, on_cuda[0], api) == []
 
 
+@pytest.mark.long
 def test_several_micro_batches_equal_the_emulated_devices_bits(on_cuda: list[CudaDevice]) -> None:
     wanted = trained_on_host(EVICTED, torch.bfloat16, 3)
     on_cuda.append(cuda_device(FakeCuda(), EVICTED, DebugSettings(poison=True, max_delay_ms=1, seed=5)))
@@ -296,6 +300,7 @@ def test_a_worker_that_does_not_sleep_on_its_events_is_found(
     assert any(text.startswith("update") for text in found_faults(recorder, on_cuda[0], api))
 
 
+@pytest.mark.long
 def test_a_steady_state_makes_the_host_wait_for_the_worker_only(on_cuda: list[CudaDevice]) -> None:
     wanted = trained_on_host(EVICTED)
     on_cuda.append(cuda_device(FakeCuda(), EVICTED))

@@ -46,6 +46,7 @@ def test_launches_are_made_ready_once_for_all_steps() -> None:
     assert kernels.num_built == num_built
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rule", "hyper"),
     [

@@ -229,6 +229,7 @@ def test_a_collected_meter_leaves_no_thread() -> None:
     assert meter_threads() == 0
 
 
+@pytest.mark.long
 @needs_glibc
 def test_sampling_costs_about_a_percent_of_a_core(meter: NonModelMeter) -> None:
     meter.start()

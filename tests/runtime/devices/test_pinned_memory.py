@@ -76,6 +76,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaDevice]:
     return make
 
 
+@pytest.mark.long
 @on_linux
 def test_a_model_moves_into_pinned_homes_within_what_they_take(
     on_cuda: Callable[..., CudaDevice], monkeypatch: pytest.MonkeyPatch

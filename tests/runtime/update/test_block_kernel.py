@@ -77,6 +77,7 @@ def test_the_loop_is_compiled_and_has_the_bits_of_the_formula(dtype: torch.dtype
     assert module.agree(kernel, module.BlockEager(ADAM_8BIT), dtype, dtype)
 
 
+@pytest.mark.long(but="False")
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_beside_every_border_are_those_of_the_formula(signed: bool) -> None:
     """New states are gradients, or their squares, a few units in the last place from a border; scales are 1."""

@@ -88,6 +88,7 @@ def test_a_gpt_is_divided_by_the_plan_here(pair: None) -> None:
     assert layer["mlp.c_fc.weight"] == (32, 64) and layer["mlp.c_proj.weight"] == (64, 32)
 
 
+@pytest.mark.long(but="gemma3-tiny")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "transformer",

@@ -12,8 +12,8 @@ from inductor_source import inductor_source
 from torch import nn
 from torch.nn import functional
 
-from chunkc.capture.fusion import Fusion, Kind, kind_of
 from chunkc.capture.graphs import Captured, lowest_peak
+from chunkc.capture.operators.fusion import Fusion, Kind, kind_of
 from chunkc.compiler.memory.inductor import source_footprint
 from chunkc.compiler.memory.iteration import iteration_bytes
 from chunkc.compiler.plan_ahead import capture_ahead

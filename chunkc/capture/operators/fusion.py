@@ -33,7 +33,7 @@ from torch.fx import Node
 
 from chunkc._torch_compat.core import OpOverload
 from chunkc.capture.bundles import Bundle
-from chunkc.capture.flops import operator_flops
+from chunkc.capture.operators.flops import operator_flops
 from chunkc.capture.partition import is_view
 
 aten, prims = torch.ops.aten, torch.ops.prims

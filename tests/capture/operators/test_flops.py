@@ -14,9 +14,9 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from chunkc._torch_compat.core import OpOverload
-from chunkc.capture.flops import operator_flops
 from chunkc.capture.graphs import Captured
-from chunkc.capture.workspace import BASE_NBYTES, workspace_nbytes
+from chunkc.capture.operators.flops import operator_flops
+from chunkc.capture.operators.workspace import BASE_NBYTES, workspace_nbytes
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.work import Kind, work_of
 

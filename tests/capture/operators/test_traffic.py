@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from captures import capture_once
 from torch import nn
 
-from chunkc.capture.traffic import Traffic, operator_traffic
+from chunkc.capture.operators.traffic import Traffic, operator_traffic
 
 ROWS, WIDTH = 8, 16
 VALUE = ROWS * WIDTH * 4  # bytes of one activation

@@ -25,7 +25,7 @@ from chunkc._torch_compat.collectives import is_collective, is_wait, received_nb
 from chunkc._torch_compat.core import pytree
 from chunkc._torch_compat.partitioning import operator_of
 from chunkc.capture.bundles import Bundle
-from chunkc.capture.flops import operator_flops
+from chunkc.capture.operators.flops import operator_flops
 from chunkc.capture.partition import is_view
 
 aten = torch.ops.aten

@@ -2,7 +2,7 @@
 
 import torch
 
-from chunkc.capture.workspace import BASE_NBYTES, device_type_of, kernel_workspace_nbytes, workspace_nbytes
+from chunkc.capture.operators.workspace import BASE_NBYTES, device_type_of, kernel_workspace_nbytes, workspace_nbytes
 
 aten = torch.ops.aten
 
