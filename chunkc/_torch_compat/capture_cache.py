@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.autograd_cache import (
 )
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.torch_version import TorchVersion
@@ -83,7 +84,27 @@ class CapturedCode(OutputCode):
 
 def keeps_captures() -> bool:
     """Whether AOTAutograd keeps what it makes: by its settings, beside subclasses from torch 2.13 on."""
-    return TorchVersion(torch.__version__) >= "2.13" and should_use_local_autograd_cache()
+    is_in_use = should_use_local_autograd_cache() and not torch._functorch.config.strict_autograd_cache
+    return is_in_use and TorchVersion(torch.__version__) >= "2.13"
+
+
+def tracing_state() -> tuple[object, ...]:
+    """Settings of the process that decide what is traced, and that AOTAutograd's own key does not have."""
+    of_torch, einsum = torch._C, torch.backends.opt_einsum
+    attention = of_torch._get_sdp_priority_order(), of_torch._get_math_sdp_allow_fp16_bf16_reduction()
+    fast_paths = torch.backends.mha.get_fastpath_enabled(), of_torch._get_nnpack_enabled()
+    contraction = einsum.is_available(), einsum.enabled, einsum.strategy
+    libraries = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.backends.quantized.engine
+    overridden = sorted(name for name in torch.library._impls if name.startswith("aten/"))
+    return attention, fast_paths, contraction, libraries, overridden
+
+
+def is_of_torch(operator: object) -> bool:
+    """Whether ``operator``, where it is one of a namespace, is one that torch defines and not a library or a user."""
+    namespace = operator.namespace if isinstance(operator, OpOverload) else None
+    if isinstance(operator, OpOverloadPacket):
+        namespace = operator._qualified_op_name.partition("::")[0]
+    return namespace in (None, "aten", "prim", "prims", "inductor")
 
 
 def cached_aot_backend(key: str, keeper: Keeper, **options: Any) -> Callable[..., Any]:

@@ -170,7 +170,7 @@ class _GraphCapture:
             return aot_backend(**methods, **others, **options)
         from chunkc._torch_compat.capture_cache import cached_aot_backend, keeps_captures
 
-        key = capture_key(module, kept_by, *self._facts()) if keeps_captures() else None
+        key = capture_key(module, _functions(options), kept_by, *self._facts()) if keeps_captures() else None
         if key is None:
             return aot_backend(**methods, **others, **options)
         self._is_kept = True
@@ -345,6 +345,12 @@ def _build(
 
 def _num_outputs(module: GraphModule) -> int:
     return len(pytree.tree_leaves(module.graph.find_nodes(op="output")[0].args[0]))
+
+
+def _functions(options: Mapping[str, Any]) -> Iterable[Any]:
+    """Decompositions among options of AOTAutograd."""
+    table: Mapping[Any, Any] = options.get("decompositions", {})
+    return table.values()
 
 
 def _operator_names(module: GraphModule) -> list[str]:

@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 from chunkc._torch_compat.collectives import is_dtensor
 from chunkc._torch_compat.core import FakeTensorMode, dynamo_value, pytree, storage_key
 from chunkc._torch_compat.graph_documents import UnfitGraphError, dump_graphs, load_graphs
+from chunkc.capture.attention.kernels import KernelSupport
 from chunkc.capture.partition import module_path
 from chunkc.capture.saved_values import source_line
 from chunkc.files.kept import VARIABLE
@@ -67,26 +68,48 @@ class TracedGraphs:
         return found
 
 
-def capture_key(module: GraphModule, *facts: object) -> str | None:
-    """The key of a capture of Dynamo's graph that follows from ``facts``, too.
+def capture_key(module: GraphModule, decompositions: Iterable[Any], *facts: object) -> str | None:
+    """The key of a capture of Dynamo's graph by ``decompositions`` that follows from ``facts``, too.
 
-    None where it is not kept: of DTensors, for any sizes, or with ``CHUNKC_CACHE=0``.
+    None where it is not kept: of DTensors, for any sizes, with ``CHUNKC_CACHE=0``, or where it follows from code that
+    neither AOTAutograd's key nor this one has: operators and decompositions of a library or a user.
     """
-    if os.environ.get(VARIABLE) == "0" or any(map(_is_special, _values(module))):
+    from chunkc._torch_compat.capture_cache import is_of_torch, tracing_state
+
+    graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
+    nodes = [node for graph in graphs for node in graph.nodes]
+    values = (value for node in nodes for value in pytree.tree_leaves(dynamo_value(node)))
+    if os.environ.get(VARIABLE) == "0" or any(map(_is_special, values)):
         return None
-    nodes = [(node.name, module_path(node), source_line(node)) for node in module.graph.nodes]
-    everything = package_digest(), facts, nodes, _shared_memory(module)
+    if not all(is_of_torch(node.target) for node in nodes) or not all(map(_is_known, decompositions)):
+        return None
+    of_nodes = [(node.name, module_path(node), source_line(node)) for node in nodes]
+    state = tracing_state(), KernelSupport.current()
+    everything = package_digest(), state, facts, of_nodes, _memory(module)
     return hashlib.sha256(repr(everything).encode()).hexdigest()
 
 
-def _shared_memory(module: GraphModule) -> list[int]:
-    """For each input the first one over the same memory, which AOTAutograd's key does not tell."""
-    keys = [storage_key(dynamo_value(node)) for node in module.graph.find_nodes(op="placeholder")]
-    return [position if key is None else keys.index(key) for position, key in enumerate(keys)]
+def _memory(module: GraphModule) -> list[tuple[int, ...]]:
+    """Memory of inputs, which AOTAutograd's key leaves out.
+
+    For each the first one over the same memory, the bytes of that, and, if others are over it, too, where it begins.
+    """
+    inputs = [dynamo_value(node) for node in module.graph.find_nodes(op="placeholder")]
+    keys = [storage_key(value) for value in inputs]
+    found: list[tuple[int, ...]] = []
+    for position, (value, key) in enumerate(zip(inputs, keys, strict=True)):
+        if key is None:
+            found.append((position,))
+            continue
+        offsets = (value.storage_offset(),) if keys.count(key) > 1 else ()
+        found.append((keys.index(key), value.untyped_storage().nbytes(), *offsets))
+    return found
 
 
-def _values(module: GraphModule) -> Iterable[Any]:
-    return (value for node in module.graph.nodes for value in pytree.tree_leaves(dynamo_value(node)))
+def _is_known(decomposition: Any) -> bool:
+    """Whether a function is torch's or of this package."""
+    function = getattr(decomposition, "func", decomposition)
+    return str(getattr(function, "__module__", "")).startswith(("torch.", "chunkc."))
 
 
 def _is_special(value: Any) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from chunkc._torch_compat.capture_cache import keeps_captures
@@ -188,6 +192,97 @@ def test_what_differs_is_captured_anew(other: str, folder: Path) -> None:
     assert Run(Layers(), "", batch()).is_kept
 
 
+class Attention(nn.Module):
+    """Self-attention, a product of three, and a layer in a checkpoint, whose name may differ."""
+
+    def __init__(self, name: str = "inner") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.name = name
+        self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.get_submodule(self.name), x, use_reentrant=False)
+        heads = y[None, None]
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+        return torch.einsum("ij,jk,kl->", mixed, y, x)
+
+
+def settings(name: str) -> AbstractContextManager[Any]:
+    """A setting of the process that decides what is traced, other than it is."""
+    if name == "attention kernels":
+        return sdpa_kernel([SDPBackend.MATH])
+    if name == "order of attention kernels":
+        return sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True)
+    return torch.backends.opt_einsum.flags(enabled=False) if name == "einsum" else without_mkldnn()
+
+
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of TF32, which is set along
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+HAS_EINSUM = torch.backends.opt_einsum.is_available()
+EINSUM = pytest.param("einsum", marks=pytest.mark.skipif(not HAS_EINSUM, reason="opt_einsum is not installed"))
+
+
+@pytest.mark.parametrize("name", ["attention kernels", "order of attention kernels", "mkldnn", EINSUM])
+def test_settings_that_decide_what_is_traced_are_known(name: str, folder: Path) -> None:
+    Run(Attention(), "", batch())
+    with settings(name):
+        changed, again, without = (Run(Attention(), kept, batch()) for kept in ("", "", None))
+    assert [run.is_kept for run in (changed, again)] == [False, True]
+    assert nodes(again.captured.backward.module) == nodes(without.captured.backward.module)
+    assert Run(Attention(), "", batch()).is_kept
+
+
+def test_names_inside_of_a_checkpoint_are_known(folder: Path) -> None:
+    assert not any(Run(Attention(name), "", batch()).is_kept for name in ("inner", "other"))
+    assert Run(Attention("other"), "", batch()).is_kept
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    with torch.library._scoped_library("kept_graphs", "FRAGMENT") as library:
+        yield library
+
+
+def test_operators_of_a_library_are_captured_in_every_run(library: torch.library.Library, folder: Path) -> None:
+    """Their rules are code that no key has: here a body of simpler operators, which changes."""
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", lambda x: x * 2, "CompositeImplicitAutograd")
+
+    class Scaled(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.ops.kept_graphs.scaled(super().forward(x))
+            return found
+
+    assert not any(Run(Scaled(), "", batch()).is_kept for _ in range(2))
+    assert not folder.exists()
+
+
+def test_an_operator_of_torch_that_is_overridden_is_captured_anew(folder: Path) -> None:
+    Run(Layers(), "", batch())
+    with torch.library._scoped_library("aten", "IMPL") as override, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is overridden
+        override.impl("tanh", torch.sin, "AutogradCPU")
+        changed, without = Run(Layers(), "", batch()), Run(Layers(), None, batch())
+    assert not changed.is_kept
+    assert all(map(torch.equal, changed.values, without.values))
+
+
+def test_decompositions_of_a_user_are_captured_in_every_run(folder: Path) -> None:
+    def sine(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.sin.default(x)
+
+    tracing = replace(INDUCTOR, decompositions={**(INDUCTOR.decompositions or {}), torch.ops.aten.tanh.default: sine})
+    assert not any(Run(Layers(), "", batch(), tracing=tracing).is_kept for _ in range(2))
+    assert not folder.exists()
+
+
 class Sum(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -197,14 +292,20 @@ class Sum(nn.Module):
         return ((x + y) * self.weight).sum()
 
 
-def test_inputs_over_one_memory_are_not_those_of_two(folder: Path) -> None:
-    both, kept = torch.randn(8, 4), ""
-    apart = Run(Sum(), kept, both[:4].clone(), both[4:].clone())
-    together = Run(Sum(), kept, both[:4], both[4:])
-    assert not together.is_kept
-    assert together.captured.held_at_start_nbytes == Run(Sum(), None, both[:4], both[4:]).captured.held_at_start_nbytes
-    assert Run(Sum(), kept, both[:4].clone(), both[4:].clone()).is_kept
-    assert apart.captured.schedule == Run(Sum(), None, both[:4].clone(), both[4:].clone()).captured.schedule
+def test_memory_of_inputs_is_known(folder: Path) -> None:
+    """Inputs apart, over one memory side by side, over the same rows, and part of more memory."""
+    rows = torch.randn(8, 4)
+    pairs = {
+        "apart": (rows[:4].clone(), rows[4:].clone()),
+        "beside": (rows[:4], rows[4:]),
+        "over": (rows[:4], rows[2:6]),
+        "part": (rows[:4].clone(), torch.randn(64, 4)[4:8]),
+    }
+    for inputs in pairs.values():
+        first, again, without = (Run(Sum(), kept, *inputs) for kept in ("", "", None))
+        assert [run.is_kept for run in (first, again)] == [False, True]
+        assert again.captured.held_at_start_nbytes == without.captured.held_at_start_nbytes
+        assert again.captured.schedule == without.captured.schedule
 
 
 @pytest.mark.parametrize("breaks", ["removed", "cut", "changed", "empty"])
