@@ -100,7 +100,7 @@ def tracing_state() -> tuple[object, ...]:
 
 
 def is_of_torch(operator: object) -> bool:
-    """Whether ``operator``, where it is one of a namespace, is one that torch defines and not a library or a user."""
+    """Whether ``operator`` is a function, or of a namespace of torch's: not of a library or a user."""
     namespace = operator.namespace if isinstance(operator, OpOverload) else None
     if isinstance(operator, OpOverloadPacket):
         namespace = operator._qualified_op_name.partition("::")[0]
