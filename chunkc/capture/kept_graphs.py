@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch.fx import GraphModule
 
 from chunkc._torch_compat.collectives import is_dtensor
-from chunkc._torch_compat.core import FakeTensorMode, dynamo_value, pytree, storage_key
+from chunkc._torch_compat.core import FakeTensorMode, StorageKey, dynamo_value, pytree, storage_key
 from chunkc._torch_compat.graph_documents import UnfitGraphError, dump_graphs, load_graphs
 from chunkc.capture.attention.kernels import KernelSupport
 from chunkc.capture.partition import module_path
@@ -96,13 +97,13 @@ def _memory(module: GraphModule) -> list[tuple[int, ...]]:
     """
     inputs = [dynamo_value(node) for node in module.graph.find_nodes(op="placeholder")]
     keys = [storage_key(value) for value in inputs]
-    found: list[tuple[int, ...]] = []
+    uses, first, found = Counter(keys), dict[StorageKey, int](), list[tuple[int, ...]]()
     for position, (value, key) in enumerate(zip(inputs, keys, strict=True)):
         if key is None:
             found.append((position,))
             continue
-        offsets = (value.storage_offset(),) if keys.count(key) > 1 else ()
-        found.append((keys.index(key), value.untyped_storage().nbytes(), *offsets))
+        offsets = (value.storage_offset(),) if uses[key] > 1 else ()
+        found.append((first.setdefault(key, position), value.untyped_storage().nbytes(), *offsets))
     return found
 
 
