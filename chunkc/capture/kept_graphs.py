@@ -16,7 +16,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,8 @@ def capture_key(module: GraphModule, decompositions: Iterable[Any], *facts: obje
     if not all(is_of_torch(node.target) for node in nodes) or not all(map(_is_known, decompositions)):
         return None
     of_nodes = [(node.name, module_path(node), source_line(node)) for node in nodes]
-    state = tracing_state(), KernelSupport.current()
+    kernels = KernelSupport.current()
+    state = tracing_state(), {**asdict(kernels), "enabled": sorted(kernel.name for kernel in kernels.enabled)}
     everything = package_digest(), state, facts, of_nodes, _memory(module)
     return hashlib.sha256(repr(everything).encode()).hexdigest()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_environment import environment
 from torch import nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -365,3 +368,15 @@ def test_a_kept_capture_holds_no_node_of_another_graph(folder: Path) -> None:
         own = set[Node](graph.module.graph.nodes)
         assert all(set(node.all_input_nodes) <= own for node in own)
         graph.module.graph.lint()
+
+
+@pytest.mark.long
+def test_another_process_finds_the_capture(folder: Path) -> None:
+    """With another seed of hashes: no order of a set is in a key."""
+    program = "import test_kept_graphs as tests; print(tests.Run(tests.Attention(), '', tests.batch()).is_kept)"
+    for seed, is_kept in (("1", "False"), ("2", "True"), ("3", "True")):
+        environ = environment(PYTHONHASHSEED=seed, TORCHINDUCTOR_CACHE_DIR=str(folder.parent))
+        environ.pop("CHUNKC_CACHE", None)
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env=environ, cwd=Path(__file__).parent, capture_output=True, text=True)
+        assert done.stdout.strip() == is_kept, done.stderr
