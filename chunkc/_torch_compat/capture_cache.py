@@ -74,7 +74,9 @@ class CapturedCode(OutputCode):
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         keeper, mode = _capturing.get(), torch._guards.TracingContext.get().fake_mode
-        if self.document is not None and mode is not None:
+        if not self.is_backward:
+            if self.document is None or mode is None:
+                raise BypassAOTAutogradCache("there is no document, or nothing to read it on")
             keeper.restore(self.document, mode)
         self.document, self.run = None, keeper.code(self.is_backward)
 

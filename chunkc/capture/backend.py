@@ -166,13 +166,13 @@ class _GraphCapture:
         """AOTAutograd over this object's methods; ``options`` of its own; ``kept_by`` as of `capture_graph`."""
         methods = {"fw_compiler": self.compile_forward, "bw_compiler": self.compile_backward}
         others = {"inference_compiler": self.compile_inference, "partition_fn": self.partition}
-        if kept_by is None or self.tracing.context is not None:
-            return aot_backend(**methods, **others, **options)
-        from chunkc._torch_compat.capture_cache import cached_aot_backend, keeps_captures
-
-        key = capture_key(module, _functions(options), kept_by, *self._facts()) if keeps_captures() else None
+        key = None
+        if kept_by is not None and self.tracing.context is None:
+            key = capture_key(module, _functions(options), kept_by, *self._facts())
         if key is None:
             return aot_backend(**methods, **others, **options)
+        from chunkc._torch_compat.capture_cache import cached_aot_backend
+
         self._is_kept = True
         return cached_aot_backend(key, self, **methods, **others, **options)
 

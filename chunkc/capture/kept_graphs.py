@@ -72,15 +72,18 @@ class TracedGraphs:
 def capture_key(module: GraphModule, decompositions: Iterable[Any], *facts: object) -> str | None:
     """The key of a capture of Dynamo's graph by ``decompositions`` that follows from ``facts``, too.
 
-    None where it is not kept: of DTensors, for any sizes, with ``CHUNKC_CACHE=0``, or where it follows from code that
-    neither AOTAutograd's key nor this one has: operators and decompositions of a library or a user.
+    None where it is not kept: of DTensors, for any sizes, with ``CHUNKC_CACHE=0`` or torch's cache off, or where it
+    follows from code that neither AOTAutograd's key nor this one has: operators and decompositions of a library or a
+    user.
     """
-    from chunkc._torch_compat.capture_cache import is_of_torch, tracing_state
-
+    try:
+        from chunkc._torch_compat.capture_cache import is_of_torch, keeps_captures, tracing_state
+    except ImportError:  # of a torch that has its cache elsewhere: graphs are captured in every run
+        return None
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
     values = (value for node in nodes for value in pytree.tree_leaves(dynamo_value(node)))
-    if os.environ.get(VARIABLE) == "0" or any(map(_is_special, values)):
+    if not keeps_captures() or os.environ.get(VARIABLE) == "0" or any(map(_is_special, values)):
         return None
     if not all(is_of_torch(node.target) for node in nodes) or not all(map(_is_known, decompositions)):
         return None

@@ -101,6 +101,7 @@ def check_slices(work: Sliced, pool: Pool, num_ranks: int) -> None:
     assert len(ahead.segments) > 2 and "fetch" in texts[0][0]
 
 
+@pytest.mark.long(but="gpt")
 @pytest.mark.parametrize("name", ["gpt", "hf_llama"])
 def test_ranks_with_slices_make_that_plan(name: str, two_ranks: Pool) -> None:
     check_slices(Sliced(name), two_ranks, 2)
