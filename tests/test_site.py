@@ -107,6 +107,8 @@ def test_screens_show_what_the_commands_print() -> None:
     [block] = [block for block in blocks_of((ROOT / "README.md").read_text("utf-8")) if block.lines]
     expected = "".join([f"$ {block.command}", *block.lines])
     assert all("".join(lines[f"plan-{columns}-light.svg"]) == expected for columns in (80, 120))
+    [digest] = re.findall(r"^plan (\w+): ", "\n".join(block.lines), re.MULTILINE)
+    assert all(f" plan {digest}," in lines[f"summary-{columns}-light.svg"][1] for columns in (80, 120))
 
 
 def test_every_public_name_is_in_the_reference_once() -> None:
