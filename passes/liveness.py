@@ -52,6 +52,11 @@ def analyse(schedule: Schedule, *, has_grad_chunks: bool = False) -> Liveness:
     )
 
 
+def peak_nbytes(liveness: Liveness) -> int:
+    """The most non-model bytes of a single operator, which no segment has less than."""
+    return max((sum(pair) for c in liveness.costs for pair in zip(c.live, c.workspace, strict=True)), default=0)
+
+
 def _final_ops(schedule: Schedule) -> list[int]:
     final_op = [-1] * len(schedule.params)
     for index, op in enumerate(schedule.backward.operators):
@@ -115,10 +120,7 @@ class LivenessPass:
             more_nbytes = (draft.options.in_flight - 1) * waiting_nbytes
             forward, backward = (_with_waiting(costs, more_nbytes) for costs in liveness.costs)
             liveness = replace(liveness, costs=(forward, backward))
-        peak = max(
-            (live + work for c in liveness.costs for live, work in zip(c.live, c.workspace, strict=True)), default=0
-        )
-        note = f"{len(liveness.trained)} gradients, peak of single operators {peak / 2**20:.2f} MiB"
+        note = f"{len(liveness.trained)} gradients, peak of single operators {peak_nbytes(liveness) / 2**20:.2f} MiB"
         return replace(draft, liveness=liveness, waiting_nbytes=waiting_nbytes, note=note)
 
 

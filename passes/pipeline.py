@@ -16,9 +16,9 @@ from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.passes.chunk_mapping import ChunkMappingPass
 from chunkc.passes.chunk_size import ChunkSizePass
 from chunkc.passes.communication import CommunicationPass
-from chunkc.passes.contract import Check, Pass, run_passes
+from chunkc.passes.contract import Check, Pass, check_order, run_passes
 from chunkc.passes.evaluate import EvaluatePass
-from chunkc.passes.liveness import LivenessPass
+from chunkc.passes.liveness import LivenessPass, peak_nbytes
 from chunkc.passes.offload import OffloadPass
 from chunkc.passes.os_placement import OsPlacementPass
 from chunkc.passes.prefetch import PrefetchPass
@@ -30,8 +30,8 @@ from chunkc.passes.support.choices import Choice, ChoiceStore, find_choice, keep
 from chunkc.passes.support.draft import Draft, Packings, PlanOptions, Target, decided
 from chunkc.progress import stage
 
-MOVED_SHARES = (1.0, 0.5, 0.25)
-"""Shares of layers whose saved values move where a plan does not fit without: the least that does is taken."""
+MOVED_SHARES = (0.25, 0.5, 1.0)
+"""Shares of layers whose saved values move where a plan does not fit without: the first that does is taken."""
 PIPELINE: tuple[Pass, ...] = (
     OffloadPass(),
     LivenessPass(),
@@ -111,32 +111,47 @@ def make_fitting_plan(
 ) -> Planned:
     """As `make_plan`; where that does not fit, some layers move what they save to the host.
 
-    They do where the options leave it open, and `BudgetError` names the device memory that is enough then. Where the
-    options say otherwise, the error says whether moving would do.
+    They do where the options leave it open, and `BudgetError` names the device memory that is enough where all move.
+    Where the options say otherwise, the error says whether moving would do.
     """
+    passes = PIPELINE if passes is None else passes
     packings = Packings() if packings is None else packings
 
-    def plan_with(options: PlanOptions) -> Planned:
-        return make_plan(schedule, target, options, layout=layout, passes=passes, check=check, packings=packings)
+    def plan_with(share: float) -> Planned | BudgetError:
+        moving = replace(options, moved_share=share or options.moved_share)
+        try:
+            return make_plan(schedule, target, moving, layout=layout, passes=passes, check=check, packings=packings)
+        except BudgetError as error:
+            return error
 
-    try:
-        return plan_with(options)
-    except BudgetError as error:
-        is_open, is_asked = options.activations == "auto", options.activations in ("keep", "recompute")
-        if options.moved_share or options.fixed_moves or not (is_open or is_asked):
-            raise
-        fitting, refusal = None, error
-        for share in MOVED_SHARES:
-            try:
-                fitting = plan_with(replace(options, moved_share=share))
-            except BudgetError as still:
-                refusal = _lesser(error, still, target.budget_nbytes(Tier.HOST))
-                break
-            if is_asked:
-                raise _advised(error) from None
-        if fitting is None:
-            raise (refusal if is_open else error) from None
-        return fitting
+    is_open, is_asked = options.activations == "auto", options.activations in ("keep", "recompute")
+    can_move = (is_open or is_asked) and not (options.moved_share or options.fixed_moves)
+    start, refusals = Draft(schedule, target, options, layout, packings), dict[float, BudgetError]()
+    for share in (0.0, *MOVED_SHARES) if can_move else (0.0,):
+        if can_move and is_open and share < MOVED_SHARES[-1] and _is_too_large(start, share, passes):
+            continue
+        found = plan_with(share)
+        if isinstance(found, Planned):
+            if share and is_asked:
+                raise _advised(refusals[0.0])
+            return found
+        refusals[share] = found
+        if found.moment == Tier.HOST and found.missing_nbytes > target.budget_nbytes(Tier.DEVICE):
+            break  # more than the device could take from the host if it had nothing else
+    kept = refusals.get(0.0) or plan_with(0.0)
+    if isinstance(kept, Planned):
+        return kept
+    moving = refusals.get(MOVED_SHARES[-1])
+    raise kept if moving is None or is_asked else _lesser(kept, moving, target.budget_nbytes(Tier.HOST))
+
+
+def _is_too_large(start: Draft, share: float, passes: Sequence[Pass]) -> bool:
+    """Whether single operators take more than the device has where ``share`` of the layers move what they save."""
+    check_order(passes)
+    found = replace(start, options=replace(start.options, moved_share=share))
+    first = next(number for number, p in enumerate(passes, 1) if "liveness" in p.provides)
+    found, _ = run_passes(found, passes[:first])
+    return peak_nbytes(decided(found.liveness, "liveness")) > found.target.budget_nbytes(Tier.DEVICE)
 
 
 def _lesser(error: BudgetError, moving: BudgetError, host_nbytes: int) -> BudgetError:

@@ -5,8 +5,9 @@ room for payloads. So candidates are planned whole, by the same passes, and simu
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
     passes' own plan -> second homes, where updates are held -> saved values moved -> states on the device -> chunk size
-    -> second homes again -> states again, with a share of the others streamed -> second homes again, and once more as
-       many as fit where the search ended before it came so far
+    -> second homes again -> states again, with a share of the others streamed -> second homes again
+    -> where the search ended before it came to them: states of half of the chunks that they fit for, and second homes,
+       as many as fit
     -> where everything is resident and ranks exchange: more segments, each of a few chunk sizes
 """
 
@@ -29,6 +30,7 @@ from chunkc.passes.support.budget import demand_of, most_within, with_homes
 from chunkc.passes.support.draft import Draft, PlanOptions, decided
 from chunkc.passes.support.moved_values import movable_layers
 from chunkc.passes.support.second_homes import candidates
+from chunkc.passes.support.variations import difference, options_around
 from chunkc.progress import stage
 
 MAX_ACTIONS = 600_000
@@ -100,7 +102,7 @@ class Search:
         best = self._vary_counts(self._place_second_homes(best), with_shares=True)
         best = self._place_second_homes(best)
         best = self._move_saved(best, ())
-        return self._refill_second_homes(best)
+        return self._refill_second_homes(self._place_first_states(best))
 
     def _move_saved(self, best: Candidate, shares: Sequence[float]) -> Candidate:
         """Choose for which share of layers saved values go to the host, where something moves as it is.
@@ -188,12 +190,22 @@ class Search:
 
         counts = {best.options.num_resident_states, without_cost, (without_cost + most) // 2, most}
         best = self._best_of(best, [with_(k, keeps=keeps) for k in sorted(counts)])
-        again = {
-            without_cost,
-            best.options.num_resident_states,
-            alone,
-        }
+        again = {without_cost, best.options.num_resident_states, alone}
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
+
+    def _place_first_states(self, best: Candidate) -> Candidate:
+        """Try one number of states where the search ended before it came to them and updates are waited for.
+
+        Without it plans of two schedules do not compare: no other choice gains as much.
+        """
+        draft = self._drafts[best.options]
+        was_tried = any(options.num_resident_states for options in (*self._drafts, *self._refused))
+        waits = best.updates_ms >= best.step_ms * MIN_GAIN
+        if self._num_actions < self.max_actions or was_tried or not (waits and self._decides_homes(draft)):
+            return best
+        num_states, keeps = sum(_margins(draft)[:2]) // 2, draft.target.world_size == 1
+        placed = replace(best.options, num_resident_states=num_states, keeps_payloads=keeps)
+        return self._if_faster(best, replace(placed, chunk_numel=draft.chunk_numel)) if num_states else best
 
     def _fill_second_homes(self, best: Candidate) -> Candidate:
         """Choose between no second homes and all that host memory has room for, as the start for all else."""
@@ -202,8 +214,7 @@ class Search:
         numel, most = self._drafts[best.options].chunk_numel, self._most_homes(best)
         if not most:
             return best
-        filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=most))
-        return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
+        return self._if_faster(best, replace(best.options, chunk_numel=numel, num_second_homes=most))
 
     def _refill_second_homes(self, best: Candidate) -> Candidate:
         """Fill host memory once where the search ended before numbers of homes were varied again.
@@ -215,8 +226,7 @@ class Search:
         if not self._decides_second_homes(best) or (most := self._most_homes(best)) <= best.options.num_second_homes:
             return best
         numel = self._drafts[best.options].chunk_numel
-        filled = self._price(replace(best.options, chunk_numel=numel, num_second_homes=most))
-        return filled if filled.step_ms < best.step_ms * (1 - MIN_GAIN) else best
+        return self._if_faster(best, replace(best.options, chunk_numel=numel, num_second_homes=most))
 
     def _place_second_homes(self, best: Candidate) -> Candidate:
         """Choose how many chunks have second homes: those of the best, and numbers around them."""
@@ -266,7 +276,7 @@ class Search:
         may_keep = draft.target.world_size == 1
 
         def around(options: PlanOptions) -> Iterable[PlanOptions]:
-            return _around(replace(options, chunk_numel=numel), count, share, most, may_keep=may_keep)
+            return options_around(replace(options, chunk_numel=numel), count, share, most, may_keep=may_keep)
 
         for _ in range(NUM_SCALES):
             while (better := self._best_of(best, around(best.options))) is not best:
@@ -306,8 +316,13 @@ class Search:
                 best = candidate
         return best
 
+    def _if_faster(self, best: Candidate, options: PlanOptions) -> Candidate:
+        """That of ``options`` if it gains enough; it is tried in any case."""
+        found = self._price(options)
+        return found if found.step_ms < best.step_ms * (1 - MIN_GAIN) else best
+
     def _price(self, options: PlanOptions, text: str = "") -> Candidate:
-        text = text or _difference(options, self.options)
+        text = text or difference(options, self.options)
         stage(f"planning, candidate {len(self.tried) + 1}")
         try:
             draft = self._drafts.get(options) or self.draft_with(options)
@@ -352,44 +367,6 @@ def _margins(draft: Draft) -> tuple[int, int, int]:
     return without_cost, most_resident_states(layout, demand, liveness, target, keeps_payloads=True), alone
 
 
-def _around(options: PlanOptions, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[PlanOptions]:
-    """Options one step of ``count`` chunks' states, of ``share``, or of both in opposite directions away.
-
-    With ``may_keep``, ``options`` and those of opposite steps also come with ``keeps_payloads`` turned over.
-    """
-    opposite = [(-count, share), (count, -share)]
-    moves = [(options.keeps_payloads, [(count, 0.0), (-count, 0.0), (0, share), (0, -share), *opposite])]
-    moves += [(not options.keeps_payloads, [(0, 0.0), *opposite])] if may_keep else []
-    for keeps, steps in moves:
-        for more_states, more_share in steps:
-            num_states, streamed = options.num_resident_states + more_states, options.streamed_share + more_share
-            if num_states <= most:
-                yield replace(
-                    options,
-                    num_resident_states=max(0, num_states),
-                    keeps_payloads=keeps and num_states > 0,
-                    streamed_share=min(max(0.0, streamed), 1.0),
-                )
-
-
 def _keeps_payloads(draft: Draft) -> bool:
     """Whether payloads stay on the device although others move."""
     return not draft.is_resident and any(c.is_resident for c in decided(draft.layout, "layout").chunks)
-
-
-def _difference(options: PlanOptions, wished: PlanOptions) -> str:
-    """Describe how ``options`` differ from the caller's."""
-    parts = []
-    if options.chunk_numel != wished.chunk_numel:
-        parts.append(f"chunks of {options.chunk_numel} elements")
-    if options.num_resident_states != wished.num_resident_states:
-        parts.append(f"{options.num_resident_states} optimizer states resident")
-    if options.streamed_share != wished.streamed_share:
-        parts.append(f"{options.streamed_share:.0%} streamed")
-    if options.moved_share != wished.moved_share:
-        parts.append(f"{options.moved_share:.0%} of the layers' saved values moved")
-    if options.num_exchanges != wished.num_exchanges:
-        parts.append(f"about {options.num_exchanges} segments a graph")
-    if options.num_second_homes != wished.num_second_homes:
-        parts.append(f"{options.num_second_homes} second homes")
-    return ", ".join(parts)

@@ -35,6 +35,7 @@ class Task:
     number: int
     name: str
     cost: Cost
+    stream: Stream
     waits: tuple[int, ...]
     issue_after: tuple[int, ...] = ()
     issued_ms: float = math.inf
@@ -45,9 +46,20 @@ class Task:
     cause: int | None = None
     host_cause: int | None = None
 
-    @property
-    def stream(self) -> Stream:
-        return self.cost.use.stream
+
+@dataclass(slots=True)
+class _Lane:
+    """One stream: its next tasks, the one that runs with ``left_ms`` of its own time, and the last that is done.
+
+    ``ready_ms``: of the next task, once that is known. ``blocker``: a task that the next one waits for.
+    """
+
+    queue: deque[Task] = field(default_factory=deque)
+    task: Task | None = None
+    left_ms: float = 0.0
+    last: Task | None = None
+    ready_ms: float | None = None
+    blocker: Task | None = None
 
 
 @dataclass(slots=True)
@@ -61,27 +73,27 @@ class Engine:
     _now_ms: float = 0.0
     _host_ms: float = 0.0
     _num_issued: int = 0
-    _queues: dict[Stream, deque[Task]] = field(default_factory=lambda: {s: deque() for s in Stream})
-    _running: dict[Stream, tuple[Task, float]] = field(default_factory=dict)
-    _last: dict[Stream, Task] = field(default_factory=dict)
-    _ready_ms: dict[Stream, float] = field(default_factory=dict)  # of the next task, once that is known
-    _blocker: dict[Stream, int] = field(default_factory=dict)  # a task that the next one waits for
+    _lanes: dict[Stream, _Lane] = field(default_factory=lambda: {stream: _Lane() for stream in Stream})
+    _running: list[tuple[_Lane, Task]] = field(default_factory=list)  # in the order of their starts
     _speeds: dict[tuple[int, ...], tuple[float, ...]] = field(default_factory=dict)  # by identities of uses
 
     def add(self, name: str, cost: Cost, waits: tuple[int, ...], issue_after: tuple[int, ...] = ()) -> int:
         """One more task behind all others; its number."""
-        task = Task(len(self.tasks), name, cost, waits, issue_after)
+        number, stream = len(self.tasks), cost.use.stream
+        task = Task(number, name, cost, stream, waits, issue_after)
         self.tasks.append(task)
-        self._queues[task.stream].append(task)
-        return task.number
+        self._lanes[stream].queue.append(task)
+        return number
 
     def run_until(self, numbers: range) -> None:
         """Go on until all these tasks are complete; PlanError when one waits for a task issued behind it."""
-        left = sum(1 for n in numbers if not self._is_done(n))
+        left = sum(1 for number in numbers if not self._is_done(number))
         while left:
-            self._issue()
-            self._start()
-            left -= sum(1 for task in self._advance() if task.number in numbers)
+            if self._num_issued < len(self.tasks):
+                self._issue()
+            for task in self._advance(self._start()):
+                if task.number in numbers:
+                    left -= 1
 
     def _is_done(self, number: int) -> bool:
         return self.tasks[number].end_ms <= self._now_ms
@@ -103,64 +115,71 @@ class Engine:
             task.issue_done_ms = self._host_ms = task.issued_ms + task.cost.kernels_ms
             self._num_issued += 1
 
-    def _start(self) -> None:
-        for stream, queue in self._queues.items():
-            if stream not in self._running and queue:
-                ready_ms = self._ready(stream, queue[0])
-                if ready_ms <= self._now_ms + _SLACK_MS:
-                    task = queue.popleft()
-                    del self._ready_ms[stream]
-                    task.start_ms = self._now_ms
-                    self._running[stream] = (task, task.cost.alone_ms)
+    def _start(self) -> float:
+        """Start what can start now; when the next task can that does not, as far as it is known."""
+        now_ms, next_ms = self._now_ms, math.inf
+        for lane in self._lanes.values():
+            if lane.task is not None or not lane.queue:
+                continue
+            ready_ms = lane.ready_ms
+            if ready_ms is None:
+                if lane.blocker is not None and lane.blocker.end_ms > now_ms:
+                    continue
+                ready_ms = self._ready(lane, lane.queue[0])
+            if ready_ms <= now_ms + _SLACK_MS:
+                task = lane.task = lane.queue.popleft()
+                task.start_ms, lane.left_ms, lane.ready_ms = now_ms, task.cost.alone_ms, None
+                self._running.append((lane, task))
+            elif ready_ms < next_ms:
+                next_ms = ready_ms
+        return next_ms
 
-    def _ready(self, stream: Stream, task: Task) -> float:
-        """When ``task``, the next of ``stream``, can start; infinity while that is not known. Notes the cause."""
-        known_ms = self._ready_ms.get(stream)
-        if known_ms is not None:
-            return known_ms
-        if stream in self._blocker and not self._is_done(self._blocker[stream]):
-            return math.inf
-        ready_ms, cause = task.issued_ms, None
-        last = self._last.get(stream)
-        if last is not None and last.end_ms >= ready_ms:
-            ready_ms, cause = last.end_ms, last.number
+    def _ready(self, lane: _Lane, task: Task) -> float:
+        """When ``task``, the next of ``lane``, can start; infinity while that is not known. Notes the cause."""
+        ready_ms, cause, now_ms = task.issued_ms, None, self._now_ms
+        if lane.last is not None and lane.last.end_ms >= ready_ms:
+            ready_ms, cause = lane.last.end_ms, lane.last.number
         for number in task.waits:
             wait = self.tasks[number]
-            if wait.end_ms > self._now_ms:
-                self._blocker[stream] = number
+            end_ms = wait.end_ms
+            if end_ms > now_ms:
+                lane.blocker = wait
                 return math.inf
-            after_ms = wait.end_ms + (self.handoff_ms if wait.stream is not stream else 0.0)
-            if after_ms > ready_ms:
-                ready_ms, cause = after_ms, number
+            if wait.stream is not task.stream:
+                end_ms += self.handoff_ms
+            if end_ms > ready_ms:
+                ready_ms, cause = end_ms, number
         task.cause = cause
-        if not math.isinf(ready_ms):
-            self._ready_ms[stream] = ready_ms
+        if ready_ms != math.inf:
+            lane.ready_ms = ready_ms
         return ready_ms
 
-    def _advance(self) -> list[Task]:
-        """To the next event; the tasks that are complete then."""
-        running = list(self._running.items())
-        speeds = self._speeds_of([task.cost.use for _, (task, _) in running])
-        ends = [self._end(task, left, speed) for (_, (task, left)), speed in zip(running, speeds, strict=True)]
-        starts = [self._ready(s, q[0]) for s, q in self._queues.items() if q and s not in self._running]
-        next_ms = min((*ends, *starts), default=math.inf)
-        if math.isinf(next_ms):
-            stuck = next((q[0].name for q in self._queues.values() if q), "nothing")
+    def _advance(self, next_ms: float) -> list[Task]:
+        """To the next event, a start at ``next_ms`` or an end; the tasks that are complete then."""
+        running, now_ms, ends = self._running, self._now_ms, list[float]()
+        speeds = self._speeds_of([task.cost.use for _, task in running])
+        for (lane, task), speed in zip(running, speeds, strict=True):
+            end_ms = now_ms + lane.left_ms / speed
+            if task.worked_ms != math.inf:  # the host has not launched all of it yet
+                end_ms = max(end_ms, task.issue_done_ms)
+            ends.append(end_ms)
+            if end_ms < next_ms:
+                next_ms = end_ms
+        if next_ms == math.inf:
+            stuck = next((lane.queue[0].name for lane in self._lanes.values() if lane.queue), "nothing")
             raise PlanError(f"the simulation cannot go on: {stuck} waits for an action that is issued behind it")
-        elapsed_ms = next_ms - self._now_ms
-        self._now_ms = next_ms
-        finished = []
-        for (stream, (task, left)), speed, end_ms in zip(running, speeds, ends, strict=True):
-            left_ms = left - elapsed_ms * speed
-            if end_ms <= next_ms + _SLACK_MS and math.isinf(task.worked_ms):
-                task.worked_ms, left_ms = next_ms, 0.0
-            if not math.isinf(task.worked_ms) and task.issue_done_ms <= next_ms + _SLACK_MS:
-                task.end_ms = next_ms
-                del self._running[stream]
-                self._last[stream] = task
-                finished.append(task)
+        elapsed_ms, self._now_ms, limit_ms = next_ms - now_ms, next_ms, next_ms + _SLACK_MS
+        finished = list[Task]()
+        for (lane, task), speed, end_ms in zip(running, speeds, ends, strict=True):
+            if end_ms <= limit_ms and task.worked_ms == math.inf:
+                task.worked_ms, lane.left_ms = next_ms, 0.0
             else:
-                self._running[stream] = (task, max(0.0, left_ms))
+                lane.left_ms = max(0.0, lane.left_ms - elapsed_ms * speed)
+            if task.worked_ms != math.inf and task.issue_done_ms <= limit_ms:
+                task.end_ms, lane.last, lane.task = next_ms, task, None
+                finished.append(task)
+        if finished:
+            self._running = [(lane, task) for lane, task in running if lane.task is not None]
         return finished
 
     def _speeds_of(self, uses: list[Use]) -> tuple[float, ...]:
@@ -170,8 +189,3 @@ class Engine:
         if found is None:
             found = self._speeds[key] = self.sharing.speeds(tuple(uses))
         return found
-
-    def _end(self, task: Task, left_ms: float, speed: float) -> float:
-        """When the task's work is done at this speed, or, if it is, when the host has launched all of it."""
-        done_ms = self._now_ms + left_ms / speed
-        return done_ms if math.isinf(task.worked_ms) else max(done_ms, task.issue_done_ms)

@@ -193,15 +193,15 @@ class Run:
     num_done: int = 0
     engine: Engine = field(init=False)
     _num_issued: int = 0
-    _events: dict[str, int] = field(default_factory=dict)
+    _waits: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(init=False)
     _last_compute: list[int] = field(default_factory=list)
     _updates: dict[int, int] = field(default_factory=dict)  # task -> the update on the host that it needs in the end
     _tails: dict[Stream, int] = field(default_factory=dict)
-    _names: list[tuple[str, str]] = field(init=False)  # of an action's end, to wait for, and of the action
+    _names: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._names = [(label.rpartition(":")[2], f"{label} {text}") for label, _, text in self.script.names]
-        rates = self.rates
+        self._names = [f"{label} {text}" for label, _, text in self.script.names]
+        self._waits, rates = _positions(self.script), self.rates
         self.engine = Engine(rates.sharing, rates.handoff_us * 1e-3, rates.runs_inline)
 
     def iterate(self) -> None:
@@ -212,24 +212,24 @@ class Run:
         self.num_done += 1
 
     def _issue(self) -> None:
-        first = len(self.engine.tasks)
-        before = self._last_compute[-2:-1]
+        first, size = len(self.engine.tasks), len(self.script.costs)
+        before = tuple(self._last_compute[-2:-1])
         if self.script.joins_streams:
-            before = list(range(max(0, first - len(self.script.costs)), first))
+            before = tuple(range(max(0, first - size), first))
         last_compute = None
-        facts = zip(self._names, self.script.costs, self.script.waits, strict=True)
-        for number, ((event, name), cost, labels) in enumerate(facts, start=first):
-            waits = {self._events[name] for name in labels if name in self._events}
-            after = (*before, *self._held_back(number, cost.use.stream, waits))
-            self.engine.add(name, cost, tuple(sorted(waits)), after)
-            self._events[event] = number
-            before = []
-            last_compute = number if cost.use.stream is Stream.COMPUTE else last_compute
+        facts = zip(self._names, self.script.costs, self._waits, strict=True)
+        for number, (name, cost, (earlier, here)) in enumerate(facts, start=first):
+            waits = (*[first - size + position for position in earlier], *[first + position for position in here])
+            waits = waits if first else waits[len(earlier) :]
+            stream = cost.use.stream
+            self.engine.add(name, cost, waits, (*before, *self._held_back(number, stream, waits)))
+            before = ()
+            last_compute = number if stream is Stream.COMPUTE else last_compute
         if last_compute is not None:
             self._last_compute.append(last_compute)
         self._num_issued += 1
 
-    def _held_back(self, number: int, stream: Stream, waits: set[int]) -> tuple[int, ...]:
+    def _held_back(self, number: int, stream: Stream, waits: tuple[int, ...]) -> tuple[int, ...]:
         """The last update that must end before the host launches task ``number``, as in ``cuda_streams``.
 
         A copy that waits for an update is held back on the host, and all copies of its stream behind it; whatever else
@@ -281,6 +281,18 @@ class Run:
             abs(a.start_ms - b.start_ms - shift_ms) <= allowed_ms and abs(a.end_ms - b.end_ms - shift_ms) <= allowed_ms
             for a, b in zip(now, then, strict=True)
         )
+
+
+def _positions(script: Script) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """For each action, those that it waits for: positions in the iteration before, and in its own, ascending."""
+    ends = [label.rpartition(":")[2] for label, _, _ in script.names]
+    before = {end: position for position, end in enumerate(ends)}
+    here, positions = dict[str, int](), list[tuple[tuple[int, ...], tuple[int, ...]]]()
+    for position, labels in enumerate(script.waits):
+        earlier = {before[label] for label in labels if label not in here and label in before}
+        positions.append((tuple(sorted(earlier)), tuple(sorted({here[label] for label in labels if label in here}))))
+        here[ends[position]] = position
+    return positions
 
 
 def _period(run: Run) -> tuple[float, bool]:

@@ -217,15 +217,23 @@ class Scenarios:
 
         What is simulated is not simulated again for `answer`. Errors as of `captured`.
         """
-        budgets = self._budgets(scenario)
+        began_s, budgets = time.perf_counter(), self._budgets(scenario)
         tried = (RECOMPUTE_ALL, KEEP_ALL) if scenario.recompute is Recompute.AUTO else (scenario.keep,)
         with uncollected(), within(str(scenario)):
             choice = choose_among(tried, budgets.schedule_with, budgets.plan_with, budgets.target.rates, budgets.priced)
-            if not choice.best.fits:
-                return self._answer(scenario.keeping(choice.budget), SCREENING_ACTIONS)
             schedule = budgets.schedule_with(choice.budget)
+            if not choice.best.fits:
+                return self._refused(scenario.keeping(choice.budget), budgets.refusals.get(schedule.digest()), began_s)
         num_lines = scenario.ranks.num_replicas * scenario.ranks.num_sharing
         return Estimate(scenario, schedule.num_tokens * num_lines * scenario.accumulate, choice.best)
+
+    def _refused(self, scenario: Scenario, refusal: BudgetError | None, began_s: float) -> Answer:
+        """The answer of one that does not fit, planned again where a short search has left no error."""
+        if refusal is None:
+            return self._answer(scenario, SCREENING_ACTIONS)
+        elapsed_s = time.perf_counter() - began_s
+        self.tell(f"{scenario}: does not fit ({elapsed_s:.1f} s)")
+        return Answer(scenario, shortage=refusal, elapsed_s=elapsed_s)
 
     def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
         """Plan and simulate ``scenario``; ``max_actions`` as of `make_fastest_plan`. Raises as `captured`."""
@@ -284,7 +292,7 @@ class Scenarios:
 class _Budgets:
     """Plans of one scenario by activation budget, each of a short search.
 
-    ``priced``: of those that were simulated.
+    ``priced``: of those that were simulated. ``refusals``: errors of those that do not fit, by digests of schedules.
     """
 
     scenario: Scenario
@@ -292,10 +300,16 @@ class _Budgets:
     priced: Priced
     schedule_with: Callable[[float], Schedule]
     packings: Packings = field(default_factory=Packings)
+    refusals: dict[str, BudgetError] = field(default_factory=dict)
 
     def plan_with(self, schedule: Schedule) -> Planned:
-        schedule, options = _wishes(self.scenario, schedule)
-        return make_fastest_plan(schedule, self.target, options, max_actions=SCREENING_ACTIONS, packings=self.packings)
+        wished, options = _wishes(self.scenario, schedule)
+        max_actions, packings = SCREENING_ACTIONS, self.packings
+        try:
+            return make_fastest_plan(wished, self.target, options, max_actions=max_actions, packings=packings)
+        except BudgetError as error:
+            self.refusals[schedule.digest()] = error
+            raise
 
 
 def policies() -> tuple[str, ...]:

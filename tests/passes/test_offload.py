@@ -1,5 +1,6 @@
 """Saved values that move: what is chosen, when it goes and comes, and that plans keep their budgets."""
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,7 +18,8 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
-from chunkc.passes import PlanOptions, make_fastest_plan, make_fitting_plan, make_plan
+from chunkc.passes import PlanOptions, Target, make_fastest_plan, make_fitting_plan, make_plan
+from chunkc.passes.pipeline import MOVED_SHARES
 from chunkc.passes.search import MIN_GAIN
 from chunkc.passes.support.moved_values import choose_moves, movable, movable_layers, piece_starts
 
@@ -171,6 +173,31 @@ def test_what_does_not_fit_moves_where_that_is_left_open() -> None:
         assert "offload" not in str(refused.value)
     with pytest.raises(BudgetError, match="With activations='offload' it fits"):
         make_fitting_plan(schedule, tight, PlanOptions(activations="keep"))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_first_share_that_fits_is_taken(accumulate: int) -> None:
+    """Shares that are left out by bytes of single operators would not have fitted."""
+    schedule, options = layered(LAYERS), PlanOptions(accumulate=accumulate, in_flight=accumulate)
+
+    def fits(share: float, where: Target) -> bool:
+        with suppress(BudgetError):
+            make_plan(schedule, where, replace(options, moved_share=share))
+            return True
+        return False
+
+    found = set[float]()
+    for device in range(16_000, 160_000, 2_000):
+        for host in (100_000, 1 << 30):
+            where = target(device=device, host=host)
+            first = next((s for s in (0.0, *MOVED_SHARES) if fits(s, where)), None)
+            if first is None:
+                with pytest.raises(BudgetError):
+                    make_fitting_plan(schedule, where, options)
+            else:
+                assert make_fitting_plan(schedule, where, options).moved_share == first
+                found.add(first)
+    assert len(found) > 2, "shares were needed"
 
 
 def test_the_least_budget_is_that_of_values_that_move() -> None:
