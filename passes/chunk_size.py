@@ -5,12 +5,13 @@ budget, so that the least budgets named in a ``BudgetError`` really work. Each i
 and with one where that makes fewer chunks, and its residency planned. Of those that pack well, the least bytes moved by
 all ranks together win (all must choose alike), then the least waste, then the fewest chunks. Where states are to be
 streamed, sizes with which two can be under way at once come first. Where none fits, those are tried that leave no room
-in the fullest group of a candidate: a percent of all model data may be what is missing.
+in the fullest group of a candidate, if that may be what is missing: a percent of all model data or so.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
@@ -35,7 +36,7 @@ from chunkc.passes.support.budget import (
     sizes_of,
     with_residents,
 )
-from chunkc.passes.support.draft import BlockNeeds, Demand, Draft, Liveness, PackedLayout, Packing, decided
+from chunkc.passes.support.draft import BlockNeeds, Demand, Draft, Liveness, PackedLayout, Packing, Target, decided
 from chunkc.passes.support.resident_states import streamed_chunks
 from chunkc.passes.support.updates import step_nbytes
 
@@ -116,9 +117,15 @@ def tight_numel(layout: Layout) -> int:
     return -(-max(used_nbytes, default=0) // (layout.world_size * element_nbytes)) or layout.chunk_numel
 
 
-def evaluate(draft: Draft, numel: int) -> list[Candidate]:
-    """Pack chunks of ``numel`` elements, with a look-back too where that makes fewer; price what fits."""
-    return [_priced(packing, draft, numel) for packing in _packings(draft, numel)]
+def evaluate(draft: Draft, numel: int, *, packs_well: bool | None = None) -> list[Candidate]:
+    """Pack chunks of ``numel`` elements, with a look-back too where that makes fewer; price what fits.
+
+    ``packs_well``: whether only packings with `MIN_UTILISATION` are wanted, or only others; None: all.
+    """
+    packings = _packings(draft, numel)
+    if packs_well is not None:
+        packings = tuple(p for p in packings if (p.packed.layout.utilisation() >= MIN_UTILISATION) is packs_well)
+    return [_priced(packing, draft, numel) for packing in packings]
 
 
 def _packings(draft: Draft, numel: int) -> tuple[Packing, ...]:
@@ -201,9 +208,12 @@ def search(draft: Draft) -> list[Candidate]:
     dtype = commonest_dtype(schedule.params)
     aligned = (aligned_chunk_numel(numel, dtype, options.state_spec) for numel in wanted)
     numels = tuple(dict.fromkeys(aligned))
-    tried = [c for numel in numels for c in evaluate(draft, numel)]
-    if options.chunk_numel is None and all(c.moved_nbytes is None for c in tried):
-        tight = (aligned_chunk_numel(tight_numel(c.layout), dtype, options.state_spec) for c in tried)
+    tried = [c for numel in numels for c in evaluate(draft, numel, packs_well=True)]
+    if not _fits(tried):
+        tried += [c for numel in numels for c in evaluate(draft, numel, packs_well=False)]
+    if options.chunk_numel is None and not _fits(tried):
+        near = [c for c in tried if _may_fit_tight(c, target)]
+        tight = (aligned_chunk_numel(tight_numel(c.layout), dtype, options.state_spec) for c in near)
         others = dict.fromkeys(numel for numel in tight if numel not in numels)
         tried += [c for numel in others for c in evaluate(draft, numel)]
     fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
@@ -212,6 +222,20 @@ def search(draft: Draft) -> list[Candidate]:
     fitting = [pair for pair in fitting if pair[1].layout.utilisation() >= MIN_UTILISATION] or fitting
     fitting.sort(key=lambda pair: (pair[0], pair[1].waste_nbytes, len(pair[1].layout.chunks)))
     return [c for _, c in fitting]
+
+
+def _fits(tried: Sequence[Candidate]) -> bool:
+    return any(c.moved_nbytes is not None for c in tried)
+
+
+def _may_fit_tight(candidate: Candidate, target: Target) -> bool:
+    """Whether ``candidate`` could fit if no room were left in its chunks: one slot range, and all bytes together."""
+    chunks, sizes = candidate.layout.chunks, candidate.sizes
+    held_share = candidate.layout.utilisation() * sum(1 for c in chunks if c.used_numel) / max(1, len(chunks))
+    least_nbytes = candidate.demand.peak_nbytes + sizes.range_nbytes * held_share
+    total_nbytes = sum(sizes.evicted.values()) * held_share
+    device_nbytes = target.budget_nbytes(Tier.DEVICE)
+    return least_nbytes <= device_nbytes and total_nbytes <= device_nbytes + target.budget_nbytes(Tier.HOST)
 
 
 def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError:

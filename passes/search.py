@@ -4,10 +4,11 @@ Larger chunks copy faster, smaller ones overlap better; states in device memory 
 room for payloads. So candidates are planned whole, by the same passes, and simulated on the machine's rates; the least
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
-    passes' own plan -> second homes, where updates are held -> saved values moved -> states on the device -> chunk size
-    -> second homes again -> states again, with a share of the others streamed -> second homes again
-    -> where the search ended before it came to them: states of half of the chunks that they fit for, and second homes,
-       as many as fit
+    passes' own plan -> second homes, where updates are held -> states of half of the chunks that they fit for, where
+       few plans can be tried
+    -> saved values moved -> states on the device -> chunk size
+    -> second homes again -> states again, with a share of the others streamed -> second homes again, and once more as
+       many as fit where the search ended before it came so far
     -> where everything is resident and ranks exchange: more segments, each of a few chunk sizes
 """
 
@@ -94,6 +95,7 @@ class Search:
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
         best = self._fill_second_homes(best)
+        best = self._place_first_states(best)
         best = self._move_saved(best, SHARES)
         best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
@@ -102,7 +104,7 @@ class Search:
         best = self._vary_counts(self._place_second_homes(best), with_shares=True)
         best = self._place_second_homes(best)
         best = self._move_saved(best, ())
-        return self._refill_second_homes(self._place_first_states(best))
+        return self._refill_second_homes(best)
 
     def _move_saved(self, best: Candidate, shares: Sequence[float]) -> Candidate:
         """Choose for which share of layers saved values go to the host, where something moves as it is.
@@ -194,14 +196,14 @@ class Search:
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
 
     def _place_first_states(self, best: Candidate) -> Candidate:
-        """Try one number of states where the search ended before it came to them and updates are waited for.
+        """Try one number of states where updates are waited for and the search may not come to them.
 
         Without it plans of two schedules do not compare: no other choice gains as much.
         """
         draft = self._drafts[best.options]
-        was_tried = any(options.num_resident_states for options in (*self._drafts, *self._refused))
         waits = best.updates_ms >= best.step_ms * MIN_GAIN
-        if self._num_actions < self.max_actions or was_tried or not (waits and self._decides_homes(draft)):
+        is_short = self._num_actions * (1 + len(SHARES)) > self.max_actions
+        if not (is_short and waits and self._decides_homes(draft)):
             return best
         num_states, keeps = sum(_margins(draft)[:2]) // 2, draft.target.world_size == 1
         placed = replace(best.options, num_resident_states=num_states, keeps_payloads=keeps)

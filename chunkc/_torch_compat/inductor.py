@@ -25,6 +25,13 @@ def inductor_cache_folder() -> str:
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
+def import_capture() -> None:
+    """Import what a capture for Inductor imports at its first use, which takes seconds."""
+    import torch._dynamo.backends.common
+    import torch._inductor.decomposition
+    import torch._inductor.fx_passes.joint_graph  # noqa: F401
+
+
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 

@@ -25,7 +25,7 @@ from chunkc.report.timeline import SHORT_MEANINGS, duration
 from chunkc.report.units import size
 from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios
 
-WORTH_SEARCHING: Final = 0.1
+WORTH_SEARCHING: Final = 0.02
 """Share by which a step may be longer than the fastest, each of a short search, to be searched in full."""
 _HEADERS: Final = ("mesh", "batch", "step", "tokens/s", "device", "bound", "")
 

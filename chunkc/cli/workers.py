@@ -1,7 +1,7 @@
 """Scenarios planned in processes of their own, as many at once as this process has cores.
 
 Captures cost most, and a process keeps them: scenarios with equal captures go to the same one, which waits between
-questions. Where there is one core, or one capture, this process plans everything itself.
+questions (`chunkc.cli.serving`). Where there is one core, or one capture, this process plans everything itself.
 
     asks, by captures ── a thread each, one for each core ──> process of these captures ── estimate, answer or error
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,7 @@ from queue import SimpleQueue
 from threading import Event
 from typing import IO, Final, Protocol
 
-from chunkc._torch_compat.fake_job import fake_job
-from chunkc.cli.subjects import quietly
+from chunkc.cli.serving import Ended, Start
 from chunkc.errors import ChunkcError
 from chunkc.progress import Counted, within
 from chunkc.runtime.devices.cpu_affinity import usable_cores
@@ -31,7 +31,7 @@ from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios, Tel
 Outcome = Estimate | Answer | ChunkcError
 PROGRAM: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = {path!r}; "
-    "from chunkc.cli.workers import serve; serve()"
+    "from chunkc.cli.serving import serve_all; serve_all()"
 )
 
 
@@ -84,11 +84,11 @@ def workers(choices: Sequence[Scenario], here: Scenarios, num_cores: int | None 
     ``here`` plans them where one process is enough, and has the ``tell`` of all.
     """
     num_cores = num_cores or len(usable_cores())
-    num_captures = len({Ask(choice).captures for choice in choices})
-    if min(num_cores, num_captures) == 1:
+    captures = list(dict.fromkeys(Ask(choice).captures for choice in choices))
+    if min(num_cores, len(captures)) == 1:
         yield Here(here)
         return
-    processes = Processes(here.tell, num_cores)
+    processes = Processes(here.tell, num_cores, _Family.of(choices[0], captures))
     try:
         yield processes
     finally:
@@ -101,7 +101,7 @@ class Processes:
 
     tell: Tell
     num_cores: int
-    _by_captures: dict[str, _Worker] = field(default_factory=dict)
+    _family: _Family
     _stopped: Event = field(default_factory=Event)
 
     def outcomes(self, asks: Sequence[Ask], text: str) -> list[Outcome]:
@@ -116,9 +116,10 @@ class Processes:
 
         def ask_all(key: str) -> None:
             try:
-                worker = self._worker(key, asks[by_captures[key][0]].scenario.num_ranks)
                 for number in by_captures[key]:
-                    replies.put(worker.reply(number, asks[number]))
+                    if self._stopped.is_set():
+                        raise ChunkcError("the processes have been stopped")
+                    replies.put(self._family.reply(key, number, asks[number]))
             except Exception as error:  # whatever it is: somebody waits for the reply
                 replies.put(partial(_raise, error))
 
@@ -137,25 +138,13 @@ class Processes:
                 raise
         return [found[number] for number in range(len(asks))]
 
-    def _worker(self, key: str, num_ranks: int) -> _Worker:
-        if self._stopped.is_set():
-            raise ChunkcError("the processes have been stopped")
-        worker = self._by_captures.get(key) or _Worker.started(num_ranks)
-        self._by_captures[key] = worker
-        if self._stopped.is_set():
-            worker.stop()
-        return worker
-
     def stop(self) -> None:
         """End all processes, whatever they do."""
         self._stopped.set()
-        for worker in list(self._by_captures.values()):
-            worker.stop()
+        self._family.stop()
 
 
 def _raise(error: Exception) -> _Reply:
-    if isinstance(error, OSError):  # no memory or no process is left
-        raise ChunkcError(f"no process could be started to plan in: {error}") from error
     raise error
 
 
@@ -163,66 +152,71 @@ _Reply = tuple[int, Outcome, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Worker:
-    """One process, its standard input and output."""
+class _Family:
+    """The process that forks all others, and pipes to them by what they capture."""
 
     process: subprocess.Popen[bytes]
-    asks: IO[bytes]
-    replies: IO[bytes]
+    pipes: dict[str, tuple[IO[bytes], IO[bytes]]]
 
     @classmethod
-    def started(cls, num_ranks: int) -> _Worker:
-        """A process that stands for the first of ``num_ranks``, and leaves an interrupt to this one."""
+    def of(cls, first: Scenario, captures: Sequence[str]) -> _Family:
+        """Processes that stand for the first rank of ``first``, and leave an interrupt to this one.
+
+        ChunkcError when there is no memory or process left.
+        """
         command = [sys.executable, "-c", PROGRAM.format(path=sys.path)]
         environ = {**os.environ, "CHUNKC_PROGRESS": "0"}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe)
-        if process.stdin is None or process.stdout is None:
-            raise OSError("a process with pipes has none")
-        pickle.dump(num_ranks, process.stdin)
-        return cls(process, process.stdin, process.stdout)
-
-    def reply(self, number: int, ask: Ask) -> Callable[[], _Reply]:
-        """Ask, and wait; what is returned gives the reply, or raises why there is none."""
+        asked, replied = ([os.pipe() for _ in captures] for _ in range(2))
+        theirs = [(ask, reply) for (ask, _), (_, reply) in zip(asked, replied, strict=True)]
+        ours = [(ask, reply) for (_, ask), (reply, _) in zip(asked, replied, strict=True)]
+        passed = [fd for pair in theirs for fd in pair]
         try:
-            pickle.dump(ask, self.asks)
-            self.asks.flush()
-            outcome, lines = pickle.load(self.replies)
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # it has ended, or its pipes are closed
-            return lambda: self._missed(ask)
-        return lambda: (number, outcome, lines)
+            process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True
+            )
+        except OSError as error:
+            for fd in (fd for pair in ours for fd in pair):
+                os.close(fd)
+            raise ChunkcError(f"no process could be started to plan in: {error}") from error
+        finally:
+            for fd in passed:
+                os.close(fd)
+        if process.stdin is not None:
+            with suppress(BrokenPipeError), process.stdin:  # where it has ended, whoever asks is told
+                pickle.dump(Start(first.model, first.num_ranks, theirs), process.stdin)
+        files = ((os.fdopen(ask, "wb"), os.fdopen(reply, "rb")) for ask, reply in ours)
+        return cls(process, dict(zip(captures, files, strict=True)))
+
+    def reply(self, key: str, number: int, ask: Ask) -> Callable[[], _Reply]:
+        """Ask, and wait; what is returned gives the reply, or raises why there is none."""
+        asks, replies = self.pipes[key]
+        try:
+            pickle.dump(ask, asks)
+            asks.flush()
+        except (OSError, ValueError):  # it has ended, which the reply says, or the pipe is closed
+            pass
+        try:
+            reply = pickle.load(replies)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+            reply = Ended(self.process.wait())
+        if isinstance(reply, Ended):
+            return lambda: _missed(ask, reply.exit_code)
+        return lambda: (number, *reply)
 
     def stop(self) -> None:
-        """End the process, and close its pipes."""
-        self.process.kill()
-        with suppress(BrokenPipeError), self.process:
-            pass
-
-    def _missed(self, ask: Ask) -> _Reply:
-        code = self.process.wait()
-        if code >= 0:
-            raise RuntimeError(f"a process that planned {ask.scenario} ended with exit code {code}, as it says above")
-        raise ChunkcError(
-            f"a process that planned {ask.scenario} ended by signal {-code}. If memory was short, plan the meshes one "
-            "by one: --mesh names one"
-        )
+        """End all processes, and close their pipes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (pipe for pair in self.pipes.values() for pipe in pair):
+            with suppress(BrokenPipeError):
+                pipe.close()
 
 
-def serve() -> None:
-    """Answer what comes on standard input until it ends; nothing else is written to standard output."""
-    asks, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    lines = list[str]()
-    scenarios = Scenarios(lines.append)
-    with quietly(), fake_job(pickle.load(asks)):
-        while True:
-            try:
-                ask = pickle.load(asks)
-            except EOFError:
-                return
-            pickle.dump((ask.outcome(scenarios), lines), replies)
-            try:
-                replies.flush()
-            except BrokenPipeError:  # nobody is there any more
-                return
-            lines.clear()
+def _missed(ask: Ask, exit_code: int) -> _Reply:
+    if exit_code >= 0:
+        raise RuntimeError(f"a process that planned {ask.scenario} ended with exit code {exit_code}, as it says above")
+    raise ChunkcError(
+        f"a process that planned {ask.scenario} ended by signal {-exit_code}. If memory was short, plan the meshes one "
+        "by one: --mesh names one"
+    )

@@ -44,7 +44,7 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Pass, PlanOptions, Target, make_fastest_plan
+from chunkc.passes import Packings, Pass, PlanOptions, Target, make_fastest_plan
 from chunkc.passes.search import MAX_ACTIONS
 from chunkc.progress import stage
 from chunkc.report import Plan
@@ -116,16 +116,19 @@ def plan_schedule(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
     max_actions: int = MAX_ACTIONS,
+    packings: Packings | None = None,
 ) -> Plan:
     """Return the verified plan of an iteration captured in ``stages``; BudgetError when it does not fit.
 
-    ``max_actions``: as of `make_fastest_plan`.
+    ``max_actions`` and ``packings``: as of `make_fastest_plan`.
     """
     num_ops = sum(len(g.operators) for g in schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
     choices = kept_choices()
-    planned = make_fastest_plan(schedule, target, options, passes=passes, max_actions=max_actions, choices=choices)
+    planned = make_fastest_plan(
+        schedule, target, options, passes=passes, max_actions=max_actions, choices=choices, packings=packings
+    )
     plan = planned.plan
     plan = replace(plan, memory=replace(plan.memory, is_estimate=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import nn
@@ -137,7 +138,7 @@ class Captures:
         num_layers, num_kept = subject.num_layers, subject.num_kept(keep)
         if num_layers is None or num_kept is None:
             return subject.capture(None, [keep])[0]
-        deep = self._deep.setdefault(subject.key, DeepCaptures(subject.capture, num_layers, subject.infos))
+        deep = self._deep.setdefault(subject.key, DeepCaptures(subject.capture, num_layers, cache(subject.infos)))
         try:
             return deep.of(num_kept)
         except NotPeriodicError as error:

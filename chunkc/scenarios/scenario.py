@@ -191,8 +191,10 @@ class Estimate:
     best: BudgetCandidate
 
 
-PolicyPlanner = Callable[[Scenario, CapturedAhead, Target, int], Plan]
-"""Makes the verified plan of a scenario within a number of simulated actions, or raises `BudgetError`."""
+PolicyPlanner = Callable[[Scenario, CapturedAhead, Target, int, Packings], Plan]
+"""Makes the verified plan of a scenario within a number of simulated actions, or raises `BudgetError`.
+
+It is given the packings of plans that were made before, and adds its own."""
 
 
 def priced(plan: Plan, hw: Hardware) -> tuple[Timeline | None, str]:
@@ -211,6 +213,7 @@ class Scenarios:
     tell: Tell = lambda line: None
     _captures: Captures = field(default_factory=Captures)
     _priced: dict[str, Priced] = field(default_factory=dict)
+    _packings: dict[str, Packings] = field(default_factory=dict)  # by subjects
 
     def estimate(self, scenario: Scenario) -> Estimate | Answer:
         """A first look at ``scenario`` by a short search; the answer where nothing fits.
@@ -262,14 +265,17 @@ class Scenarios:
             return self.captured(scenario.keeping(keep)).schedule
 
         priced = self._priced.setdefault(repr(scenario), Priced())
-        return _Budgets(scenario, _target(scenario), priced, schedule_with)
+        return _Budgets(scenario, _target(scenario), priced, schedule_with, self._packings_of(scenario))
+
+    def _packings_of(self, scenario: Scenario) -> Packings:
+        return self._packings.setdefault(repr(scenario.subject.key), Packings())
 
     def _answer(self, scenario: Scenario, max_actions: int) -> Answer:
         began_s = time.perf_counter()
         with uncollected(), within(str(scenario)):
             captured = self.captured(scenario)
             captured_s = time.perf_counter()
-            answer = _planned(scenario, captured, max_actions)
+            answer = _planned(scenario, captured, max_actions, self._packings_of(scenario))
         finished_s = time.perf_counter()
         answer = replace(answer, elapsed_s=finished_s - began_s, planning_s=finished_s - captured_s)
         self.tell(f"{scenario}: {'fits' if answer.fits else 'does not fit'} ({answer.elapsed_s:.1f} s)")
@@ -299,7 +305,7 @@ class _Budgets:
     target: Target
     priced: Priced
     schedule_with: Callable[[float], Schedule]
-    packings: Packings = field(default_factory=Packings)
+    packings: Packings
     refusals: dict[str, BudgetError] = field(default_factory=dict)
 
     def plan_with(self, schedule: Schedule) -> Planned:
@@ -332,20 +338,22 @@ def _target(scenario: Scenario) -> Target:
     )
 
 
-def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int) -> Answer:
+def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int, packings: Packings) -> Answer:
     hw = scenario.hw
     try:
-        plan = _POLICIES[scenario.policy](scenario, captured, _target(scenario), max_actions)
+        plan = _POLICIES[scenario.policy](scenario, captured, _target(scenario), max_actions, packings)
     except BudgetError as error:
         return Answer(scenario, shortage=error)
     timeline, unpriced = priced(plan, hw)
     return Answer(scenario, plan, timeline=timeline, unpriced=unpriced)
 
 
-def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target, max_actions: int) -> Plan:
+def _chunkc_plan(
+    scenario: Scenario, captured: CapturedAhead, target: Target, max_actions: int, packings: Packings
+) -> Plan:
     schedule, options = _wishes(scenario, captured.schedule)
     stages, backend = captured.stages, scenario.backend
-    return plan_schedule(schedule, target, options, stages, backend, max_actions=max_actions)
+    return plan_schedule(schedule, target, options, stages, backend, max_actions=max_actions, packings=packings)
 
 
 def _wishes(scenario: Scenario, schedule: Schedule) -> tuple[Schedule, PlanOptions]:

@@ -92,15 +92,15 @@ def test_ranks_along_tp_are_of_one_node_and_replicas_are_nodes(hw: Hardware, wan
 
 
 def test_all_candidates_train_on_as_many_sequences_and_the_fastest_is_taken() -> None:
-    machine, found = asked(dp_shard_is_4=30, dp_shard_is_2__tp_is_2=20, tp_is_4=21)
+    machine, found = asked(dp_shard_is_4=60, dp_shard_is_2__tp_is_2=50, tp_is_4=51)
     screened = [("dp_shard=4", 3, False), ("dp_shard=2,tp=2", 6, False), ("tp=4", 12, False)]
     assert machine.asked == [*screened, ("dp_shard=2,tp=2", 6, True), ("tp=4", 12, True)], "near ones in full"
     best = best_of(found)
-    assert best is found[1] and best.step_ms == 20.0
+    assert best is found[1] and best.step_ms == 50.0
     assert [candidate.to_json()["is_screened"] for candidate in found] == [True, False, False]
     assert found[0].to_json()["device_peak_nbytes"] == 1 << 30 and found[0].to_json()["host_nbytes"] == 7
     text = render(found, best)
-    assert "~31.500 ms" in text and "31,746" in text and "~ by a short search" in text
+    assert "~63.000 ms" in text and "15,873" in text and "~ by a short search" in text
     lines = text.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("<")] == ["dp_shard=2,tp=2"]
     assert lines[-2:] == [

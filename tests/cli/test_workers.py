@@ -40,7 +40,7 @@ def test_processes_find_what_this_one_finds() -> None:
     wrong = replace(ONE, model=replace(TINY_LLAMA, config={**TINY_LLAMA.config, "num_attention_heads": 3}), mesh="tp=2")
     small = replace(ONE, hw=replace(HW, gpu_memory_nbytes=1 << 20))
     asks = [Ask(ONE), Ask(LINE), Ask(ONE, in_full=True), Ask(small), Ask(wrong), Ask(LINE, in_full=True)]
-    with workers([ONE, LINE], Scenarios(told.append), num_cores=2) as processes:
+    with workers([ONE, LINE, wrong], Scenarios(told.append), num_cores=2) as processes:
         found = processes.outcomes(asks, "mesh")
         assert isinstance(processes, Processes)
     with fake_job(2):
@@ -77,13 +77,54 @@ def test_a_process_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch
         processes.outcomes([Ask(ONE), Ask(LINE)], "mesh")
 
 
+FAILS = """
+import os, pickle, sys
+sys.path[:] = {path!r}
+from chunkc.cli.serving import fork_each
+
+def serve(asks, replies):
+    ask = pickle.load(asks)
+    if "tp" in ask.scenario.mesh:
+        OTHER
+    pickle.dump((ask.scenario, []), replies)
+    replies.flush()
+    pickle.load(asks)
+
+fork_each(pickle.load(sys.stdin.buffer).pipes, serve)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fails", "kind", "message"),
+    [
+        ("os.kill(os.getpid(), 9)", ChunkcError, "mesh tp=2.* ended by signal 9"),
+        ("raise AssertionError", RuntimeError, "mesh tp=2.* ended with exit code 1, as it says above"),
+    ],
+)
+def test_one_of_several_processes_that_fails_is_named(
+    fails: str, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for more meanwhile: their pipes do not keep those of the one that failed open."""
+    monkeypatch.setattr("chunkc.cli.workers.PROGRAM", FAILS.replace("OTHER", fails))
+    with workers([ONE, LINE], Scenarios(), num_cores=2) as processes:
+        assert processes.outcomes([Ask(ONE)], "mesh") == [ONE]
+        with pytest.raises(kind, match=message):
+            processes.outcomes([Ask(LINE)], "mesh")
+
+
 ONE_ANSWERS = """
 import pickle, sys, time
 sys.path[:] = {path!r}
-pickle.load(sys.stdin.buffer)
-ask = pickle.load(sys.stdin.buffer)
-time.sleep(600 if "tp" in ask.scenario.mesh else 1)
-sys.stdout.buffer.write(pickle.dumps((ask.scenario, ["line"])))
+from chunkc.cli.serving import fork_each
+
+def serve(asks, replies):
+    ask = pickle.load(asks)
+    time.sleep(600 if "tp" in ask.scenario.mesh else 1)
+    pickle.dump((ask.scenario, ["line"]), replies)
+    replies.flush()
+
+fork_each(pickle.load(sys.stdin.buffer).pipes, serve)
 """
 
 

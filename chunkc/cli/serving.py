@@ -1,0 +1,104 @@
+"""Processes that answer asks, forked from one that has imported what captures need.
+
+Imports take as long as a capture of a few layers. So one process does them and then forks itself, once for each pair of
+pipes, before anything runs in it. It writes how a process ended where that was no end of the asks.
+
+    process that plans ── Start ──> this one ── fork ──> one for each pair of pipes: ask ──> reply, until asks end
+                       <─────────────── Ended ──────────────┘ if a signal or an error ended it
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from chunkc._torch_compat.fake_job import fake_job
+from chunkc._torch_compat.inductor import import_capture
+from chunkc.cli.subjects import quietly
+from chunkc.scenarios.models import Transformer
+from chunkc.scenarios.scenario import Scenarios
+
+Pipes = Sequence[tuple[int, int]]
+"""File descriptors to read asks from, and to write replies to, of each process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the processes are told first; each stands for the first of ``num_ranks``, and captures ``model`` or so."""
+
+    model: Transformer
+    num_ranks: int
+    pipes: Pipes
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The reply of a process that has ended, with an exit code as of `subprocess.Popen`."""
+
+    exit_code: int
+
+
+def serve_all() -> None:
+    """Fork the processes that standard input asks for, and wait for their ends."""
+    start: Start = pickle.load(sys.stdin.buffer)
+    os.dup2(2, 1)  # replies have pipes of their own
+    with quietly():
+        import_capture()
+        start.model.build()  # imports its library
+        fork_each(start.pipes, lambda asks, replies: serve(asks, replies, start.num_ranks))
+
+
+def fork_each(pipes: Pipes, serve: Callable[[IO[bytes], IO[bytes]], None]) -> None:
+    """Call ``serve`` in a process for each of ``pipes``, and write how those ended that failed."""
+    left, running = list(pipes), dict[int, int]()
+    while left:
+        asks, replies = left.pop(0)
+        process = os.fork()
+        if process == 0:
+            for other in (*(fd for pair in left for fd in pair), *running.values()):
+                os.close(other)  # their readers wait until all who could write have ended
+            _serve_and_exit(serve, asks, replies)
+        os.close(asks)
+        running[process] = replies
+    while running:
+        process, status = os.wait()
+        with suppress(BrokenPipeError), os.fdopen(running.pop(process), "wb") as file:
+            if exit_code := os.waitstatus_to_exitcode(status):
+                pickle.dump(Ended(exit_code), file)
+
+
+def _serve_and_exit(serve: Callable[[IO[bytes], IO[bytes]], None], asks: int, replies: int) -> None:
+    """Never return: what stands behind a fork is the other process's."""
+    exit_code = 1
+    try:
+        serve(os.fdopen(asks, "rb"), os.fdopen(replies, "wb"))
+        exit_code = 0
+    except BaseException:  # whatever it is: the process ends here, and says why
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+def serve(asks: IO[bytes], replies: IO[bytes], num_ranks: int) -> None:
+    """Answer ``asks`` until they end."""
+    lines = list[str]()
+    scenarios = Scenarios(lines.append)
+    with fake_job(num_ranks):
+        while True:
+            try:
+                ask = pickle.load(asks)
+            except EOFError:
+                return
+            pickle.dump((ask.outcome(scenarios), lines), replies)
+            try:
+                replies.flush()
+            except BrokenPipeError:  # nobody is there any more
+                return
+            lines.clear()
