@@ -2,7 +2,7 @@
 
 Where all layers of a model are alike, the schedule of a deep one follows from captures of few layers
 (`chunkc.capture.layers.periodic`): of one kind of layer from two, of layers that are computed again in front of kept
-ones from four. So neither more layers nor another share cost a capture.
+ones from four, of which two models have two each. So neither more layers nor another share cost a capture.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from torch import nn
 
 from chunkc.capture.budgets import BudgetChooser, BudgetSchedules, GraphChooser
 from chunkc.capture.graphs import Captured, lowest_peak
-from chunkc.capture.layers.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
+from chunkc.capture.layers.periodic import (
+    BASE,
+    MIXTURES,
+    NUM_OUTER,
+    NotPeriodicError,
+    mixed_schedule,
+    periodic_schedule,
+)
 from chunkc.capture.layers.repeated_layers import RepeatedLayers
 from chunkc.capture.partition import num_kept, outermost_layer
 from chunkc.errors import CaptureError
@@ -28,7 +35,7 @@ from chunkc.progress import within
 logger = logging.getLogger("chunkc")
 
 LEAST_LAYERS: Final = 48
-"""Layers of a module from which few are captured in place of all: mixtures of two kinds are captures of 27."""
+"""Layers of a module from which few are captured in place of all: mixtures of two kinds are captures of 19."""
 
 CaptureLayers = Callable[[int, Sequence[float]], "Sequence[CapturedAhead]"]
 """Captures a model with so many layers, partitioned once for each share of them that keeps its activations."""
@@ -92,17 +99,17 @@ class DeepCaptures:
         infos, kinds = self.infos(), list(zip(*(captured.estimates for captured in four.values()), strict=True))
         by_kind = (dict(zip(four, kind, strict=True)) for kind in kinds)
         estimates = tuple(mixed_schedule(captures, num_again, num_kept, infos) for captures in by_kind)
-        note = f"{num_again} layers computed again and {num_kept} kept, from {BASE} and {BASE + 1} of each"
+        note = f"{num_again} layers computed again and {num_kept} kept, from {BASE} to {BASE + 2} of each"
         stages = (record for captured in four.values() for record in captured.stages)
         return CapturedAhead(estimates, (*dict.fromkeys(stages), _record(began_s, note)))
 
     def _four_mixtures(self) -> dict[tuple[int, int], CapturedAhead]:
-        """Captures of ``BASE`` layers and one more, by how many are computed again and kept."""
+        """Captures by how many layers are computed again and kept."""
         found = dict[tuple[int, int], CapturedAhead]()
-        for depth in (2 * BASE, 2 * BASE + 1, 2 * BASE + 2):
-            kept = [n for n in (BASE, BASE + 1) if depth - n in (BASE, BASE + 1)]
-            captured = self._with_depth(depth, [n / depth for n in kept])
-            found |= {(depth - n, n): one for n, one in zip(kept, captured, strict=True)}
+        for depth in sorted({sum(counts) for counts in MIXTURES}):
+            kept = sorted(kept for again, kept in MIXTURES if again + kept == depth)
+            captured = self._with_depth(depth, [num / depth for num in kept])
+            found |= {(depth - num, num): one for num, one in zip(kept, captured, strict=True)}
         return found
 
     def _with_depth(self, depth: int, shares: Sequence[float]) -> Sequence[CapturedAhead]:

@@ -31,6 +31,8 @@ _ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 _FIELDS: Final = {kind: tuple(f.name for f in fields(kind)) for kind in (Operator, ParamInfo)}
 NUM_OUTER: Final = 2
 """Layers of a capture that are not alike: those at either end."""
+MIXTURES: Final = ((BASE + 1, BASE), (BASE + 2, BASE), (BASE, BASE + 1), (BASE + 1, BASE + 1))
+"""Layers of each kind, in pairs with one more that is computed again; two models have them all."""
 
 Row = TypeVar("Row", Operator, ParamInfo)
 _Form = tuple[str, ...]
@@ -65,16 +67,16 @@ class _Text:
         whole = (schedule.held_nbytes, schedule.also_trained, schedule.num_samples, schedule.num_tokens)
         return cls(params, operators, _line(whole))
 
-    def deepened(self, longer: _Text, num_layers: int) -> _Text:
-        """The text of ``num_layers`` layers, from this one of ``BASE`` and ``longer`` of one more."""
+    def deepened(self, longer: _Text, num_layers: int, base: int = BASE) -> _Text:
+        """The text of ``num_layers`` layers, from this one of ``base`` and ``longer`` of one more."""
         if num_layers < NUM_OUTER:
             raise NotPeriodicError(f"{num_layers} layers are fewer than the {NUM_OUTER} outer ones of the captures")
-        params = _rows(self.params, longer.params, num_layers, "parameters")
+        params = _rows(self.params, longer.params, num_layers, base, "parameters")
         operators = {
-            kind: _rows(lines, longer.operators[kind], num_layers, f"{kind} graphs")
+            kind: _rows(lines, longer.operators[kind], num_layers, base, f"{kind} graphs")
             for kind, lines in self.operators.items()
         }
-        (whole,) = _outside([self.whole], [longer.whole], num_layers)
+        (whole,) = _outside([self.whole], [longer.whole], num_layers - base)
         return _Text(params, operators, whole)
 
     def schedule(self) -> Schedule:
@@ -107,13 +109,12 @@ def mixed_schedule(
 ) -> Schedule:
     """The schedule of a deep model whose last ``num_kept`` layers alone keep their activations.
 
-    ``captures``: by the layers that are computed again, and the kept ones behind them, which are ``BASE`` or
-    ``BASE + 1`` of each kind: all four. Each kind repeats by itself, so this is `periodic_schedule` of either, with the
-    same errors.
+    ``captures``: by the layers that are computed again, and the kept ones behind them: `MIXTURES`. Each kind repeats by
+    itself, so this is `periodic_schedule` of either, with the same errors.
     """
     _check_trained(list(captures.values()))
     texts = {counts: _Text.of(schedule) for counts, schedule in captures.items()}
-    few, more = (texts[BASE, n].deepened(texts[BASE + 1, n], num_again) for n in (BASE, BASE + 1))
+    few, more = (texts[again, kept].deepened(texts[again + 1, kept], num_again, again) for again, kept in MIXTURES[::2])
     return _compared(few.deepened(more, num_kept).schedule(), params)
 
 
@@ -131,23 +132,23 @@ def _compared(schedule: Schedule, params: Sequence[ParamInfo] | None) -> Schedul
     return schedule
 
 
-def _rows(a: Sequence[_Line], b: Sequence[_Line], num_layers: int, what: str) -> list[_Line]:
-    """The rows of ``num_layers`` layers from those of ``BASE`` and of ``BASE + 1``."""
+def _rows(a: Sequence[_Line], b: Sequence[_Line], num_layers: int, base: int, what: str) -> list[_Line]:
+    """The rows of ``num_layers`` layers from those of ``base`` and of one more."""
     insertions = _insertions([line.form for line in a], [line.form for line in b], 0, 0)
     if insertions is None:
         raise NotPeriodicError(
-            f"the {what} of {BASE} and {BASE + 1} layers, of {len(a)} and {len(b)} rows, differ in more than blocks "
+            f"the {what} of {base} and {base + 1} layers, of {len(a)} and {len(b)} rows, differ in more than blocks "
             "that repeat"
         )
     lines: list[_Line] = []
     done_a = done_b = 0
     for end_a, end_b, period in insertions:
-        start, blocks = _blocks(a[done_a:end_a], b[done_b : end_b + period], period, num_layers)
-        lines += _outside(a[done_a : done_a + start], b[done_b : done_b + start], num_layers)
+        start, blocks = _blocks(a[done_a:end_a], b[done_b : end_b + period], period, num_layers, base)
+        lines += _outside(a[done_a : done_a + start], b[done_b : done_b + start], num_layers - base)
         lines += blocks
-        done_a += start + (BASE - NUM_OUTER) * period
-        done_b += start + (BASE + 1 - NUM_OUTER) * period
-    lines += _outside(a[done_a:], b[done_b:], num_layers)
+        done_a += start + (base - NUM_OUTER) * period
+        done_b += start + (base + 1 - NUM_OUTER) * period
+    lines += _outside(a[done_a:], b[done_b:], num_layers - base)
     return lines
 
 
@@ -169,31 +170,33 @@ def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[
     return None
 
 
-def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int) -> tuple[int, list[_Line]]:
+def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int, base: int) -> tuple[int, list[_Line]]:
     """Find where equal blocks begin, from the end backwards, and make those of ``num_layers`` layers."""
     reason = "there are too few rows in front of them"
-    for start in range(len(a) - (BASE - NUM_OUTER) * period, -1, -1):
-        few = [a[start + m * period :][:period] for m in range(BASE - NUM_OUTER)]
-        more = [b[start + m * period :][:period] for m in range(BASE + 1 - NUM_OUTER)]
+    for start in range(len(a) - (base - NUM_OUTER) * period, -1, -1):
+        few = [a[start + m * period :][:period] for m in range(base - NUM_OUTER)]
+        more = [b[start + m * period :][:period] for m in range(base + 1 - NUM_OUTER)]
         if any([x.form for x in block] != [x.form for x in few[0]] for block in (*few, *more)):
             break
         try:
-            return start, list(_inside(few, more, num_layers))
+            return start, list(_inside(few, more, num_layers, base))
         except NotPeriodicError as error:
             reason = str(error)
-    raise NotPeriodicError(f"{period} rows repeat in captures of {BASE} and {BASE + 1} layers, but {reason}")
+    raise NotPeriodicError(f"{period} rows repeat in captures of {base} and {base + 1} layers, but {reason}")
 
 
-def _outside(a: Sequence[_Line], b: Sequence[_Line], num_layers: int) -> list[_Line]:
-    """Rows outside the blocks: c + b*L by their values for ``BASE`` and ``BASE + 1`` layers."""
+def _outside(a: Sequence[_Line], b: Sequence[_Line], num_more: int) -> list[_Line]:
+    """Rows outside the blocks: c + b*L by their values for ``num_more`` layers fewer, and for one more than these."""
     lines = []
     for x, y in zip(a, b, strict=True):
         pairs = zip(x.numbers, y.numbers, strict=True)
-        lines.append(_checked(x.form, tuple(v + (w - v) * (num_layers - BASE) for v, w in pairs)))
+        lines.append(_checked(x.form, tuple(v + (w - v) * num_more for v, w in pairs)))
     return lines
 
 
-def _inside(blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]], num_layers: int) -> Iterator[_Line]:
+def _inside(
+    blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]], num_layers: int, base: int
+) -> Iterator[_Line]:
     """All blocks: c + a*m + b*L by the values in both captures, which are more than there are unknowns."""
     rules = []
     for rows, more in zip(zip(*blocks, strict=True), zip(*longer, strict=True), strict=True):
@@ -207,7 +210,7 @@ def _inside(blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]]
         rules.append((first, by_position, by_depth))
     for m in range(num_layers - NUM_OUTER):
         for first, by_position, by_depth in rules:
-            numbers = _at(first.numbers, by_position, by_depth, m, num_layers - BASE)
+            numbers = _at(first.numbers, by_position, by_depth, m, num_layers - base)
             yield _checked(first.form, numbers)
 
 

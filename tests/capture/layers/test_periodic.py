@@ -10,7 +10,14 @@ from tiny_transformers import TINY_BERT, TINY_GPT
 from torch.torch_version import TorchVersion
 
 from chunkc.capture.graphs import lowest_peak
-from chunkc.capture.layers.periodic import BASE, NUM_OUTER, NotPeriodicError, mixed_schedule, periodic_schedule
+from chunkc.capture.layers.periodic import (
+    BASE,
+    MIXTURES,
+    NUM_OUTER,
+    NotPeriodicError,
+    mixed_schedule,
+    periodic_schedule,
+)
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.validation import compute_dtype, param_infos, unique_params
 from chunkc.hardware import Hardware
@@ -201,9 +208,8 @@ def handmade_mixed(num_again: int, num_kept: int) -> Schedule:
 
 @pytest.mark.parametrize(("num_again", "num_kept"), [(2, 2), (2, 9), (3, 7), (8, 3), (5, 5), (40, 56)])
 def test_layers_computed_again_before_kept_ones(num_again: int, num_kept: int) -> None:
-    counts = [(again, kept) for again in (BASE, BASE + 1) for kept in (BASE, BASE + 1)]
-    captures = {pair: handmade_mixed(*pair) for pair in counts}
+    captures = {pair: handmade_mixed(*pair) for pair in MIXTURES}
     expected = handmade_mixed(num_again, num_kept)
     assert mixed_schedule(captures, num_again, num_kept, expected.params) == expected
     with pytest.raises(NotPeriodicError):
-        mixed_schedule(captures | {(BASE, BASE): handmade_mixed(BASE, BASE + 2)}, num_again, num_kept)
+        mixed_schedule(captures | {MIXTURES[0]: handmade_mixed(BASE, BASE + 2)}, num_again, num_kept)
