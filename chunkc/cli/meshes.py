@@ -3,8 +3,9 @@
 Candidates are what divides the machine: tensor parallelism (``tp``) within a node, and the other ranks as replicas of
 nodes (``dp_replicate``) or not. All of them train on as many sequences in a step: the ranks of a line along ``tp``
 compute one batch together, which is as many times larger. Each candidate is estimated by a short search, with all
-layers kept and with all computed again; those that come near the fastest are planned in full, and the fastest of them
-is the answer. Sizes of ``tp`` are planned side by side, one on each core. All ranks of the machine take part, since its
+layers kept and with all computed again; those that come near the fastest, with other shares of the layers, too. What is
+as fast then is planned in full, and the fastest plan is the answer. Sizes of ``tp`` are planned side by side, one on
+each core. All ranks of the machine take part, since its
 rates are those of all.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from chunkc.cli.advice import missing
-from chunkc.cli.workers import Ask, Outcome, workers
+from chunkc.cli.workers import Ask, Effort, Outcome, Workers, workers
 from chunkc.cost.rates import known_rates
 from chunkc.distributed.mesh import DP_REPLICATE, DP_SHARD, TP
 from chunkc.errors import ChunkcError, HardwareError, PlanError
@@ -25,8 +26,9 @@ from chunkc.report.timeline import SHORT_MEANINGS, duration
 from chunkc.report.units import size
 from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios
 
-WORTH_SEARCHING: Final = 0.02
-"""Share by which a step may be longer than the fastest, each of a short search, to be searched in full."""
+NEAR: Final = {Effort.SHARES: 0.02, Effort.PLAN: 0.01}
+"""Share by which an estimated step may be longer than the shortest for more effort to be worth it."""
+_PROGRESS: Final = {Effort.LOOK: "first look at mesh", Effort.SHARES: "second look at mesh", Effort.PLAN: "mesh"}
 _HEADERS: Final = ("mesh", "batch", "step", "tokens/s", "device", "bound", "")
 
 
@@ -128,20 +130,34 @@ def candidates(scenario: Scenario, scenarios: Scenarios, num_cores: int | None =
         raise ChunkcError(f"--mesh auto compares times, and rates of {hw} are not known: see chunkc calibrate")
     choices = [replace(scenario, mesh=mesh, batch=scenario.batch * num_tensor) for mesh, num_tensor in meshes(hw)]
     with workers(choices, scenarios, num_cores) as planners:
-        looked = planners.outcomes([Ask(choice) for choice in choices], "first look at mesh")
-        found = list(map(Candidate.of, choices, looked))
+        found = [Candidate.of(*pair) for pair in zip(choices, _outcomes(planners, choices, Effort.LOOK), strict=True)]
         if all(candidate.refusal for candidate in found):
             raise ChunkcError(found[0].refusal)
-        bar_ms = min((c.step_ms for c in found if c.step_ms is not None), default=0.0) * (1 + WORTH_SEARCHING)
-        near = [n for n, candidate in enumerate(found) if candidate.step_ms is not None and candidate.step_ms <= bar_ms]
+        _try_more(planners, found, _near(found, NEAR[Effort.SHARES]), Effort.SHARES)
+        near = _near(found, NEAR[Effort.PLAN])
         while near:
-            answers = planners.outcomes([Ask(choices[number], in_full=True) for number in near], "mesh")
-            for number, answer in zip(near, answers, strict=True):
-                found[number] = Candidate.of(choices[number], answer)
+            _try_more(planners, found, near, Effort.PLAN)
             near = _next_estimate(found)
     if all(candidate.refusal for candidate in found):
         raise ChunkcError(found[0].refusal)
     return found
+
+
+def _outcomes(planners: Workers, choices: Sequence[Scenario], effort: Effort) -> list[Outcome]:
+    return planners.outcomes([Ask(choice, effort) for choice in choices], _PROGRESS[effort])
+
+
+def _try_more(planners: Workers, found: list[Candidate], numbers: Sequence[int], effort: Effort) -> None:
+    """Replace those of ``found`` at ``numbers`` by what more effort finds."""
+    scenarios = [found[number].scenario for number in numbers]
+    for number, outcome in zip(numbers, _outcomes(planners, scenarios, effort), strict=True):
+        found[number] = Candidate.of(found[number].scenario, outcome)
+
+
+def _near(found: Sequence[Candidate], share: float) -> list[int]:
+    """The candidates whose steps are at most so much longer than the shortest."""
+    bar_ms = min((c.step_ms for c in found if c.step_ms is not None), default=0.0) * (1 + share)
+    return [number for number, c in enumerate(found) if c.step_ms is not None and c.step_ms <= bar_ms]
 
 
 def _next_estimate(found: Sequence[Candidate]) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from threading import Event
@@ -35,12 +36,20 @@ PROGRAM: Final = (
 )
 
 
+class Effort(Enum):
+    """How long to search: a first look, all shares of layers that are computed again, or for a plan."""
+
+    LOOK = 1
+    SHARES = 2
+    PLAN = 3
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One question: ``scenario`` planned in full, or a first look at it."""
+    """One question: the best plan of ``scenario``, or an estimate."""
 
     scenario: Scenario
-    in_full: bool = False
+    effort: Effort = Effort.LOOK
 
     @property
     def captures(self) -> str:
@@ -50,7 +59,9 @@ class Ask:
     def outcome(self, scenarios: Scenarios) -> Outcome:
         """The outcome by ``scenarios``; errors that users can mend are outcomes."""
         try:
-            return scenarios.answer(self.scenario) if self.in_full else scenarios.estimate(self.scenario)
+            if self.effort is Effort.PLAN:
+                return scenarios.answer(self.scenario)
+            return scenarios.estimate(self.scenario, tries_all=self.effort is Effort.SHARES)
         except ChunkcError as error:
             return error
 

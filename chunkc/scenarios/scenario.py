@@ -35,6 +35,7 @@ from chunkc.passes.rematerialise import (
     KEEP_ALL,
     RECOMPUTE_ALL,
     BudgetCandidate,
+    BudgetChoice,
     Priced,
     choose_among,
     choose_budget,
@@ -177,9 +178,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The outcome of a short search.
+    """The outcome of short searches.
 
-    Of `Recompute.AUTO` it is the better of all layers computed again and all kept.
+    Of `Recompute.AUTO` it is that of the best share of layers computed again, of those that were tried.
 
     Attributes:
         scenario: as asked for. num_tokens: of all ranks in a step.
@@ -215,15 +216,15 @@ class Scenarios:
     _priced: dict[str, Priced] = field(default_factory=dict)
     _packings: dict[str, Packings] = field(default_factory=dict)  # by subjects
 
-    def estimate(self, scenario: Scenario) -> Estimate | Answer:
-        """A first look at ``scenario`` by a short search; the answer where nothing fits.
+    def estimate(self, scenario: Scenario, *, tries_all: bool = False) -> Estimate | Answer:
+        """A look at ``scenario`` by short searches; the answer where nothing fits.
 
+        ``tries_all``: whether all shares are tried of layers that are computed again, as `answer` does, or the ends.
         What is simulated is not simulated again for `answer`. Errors as of `captured`.
         """
         began_s, budgets = time.perf_counter(), self._budgets(scenario)
-        tried = (RECOMPUTE_ALL, KEEP_ALL) if scenario.recompute is Recompute.AUTO else (scenario.keep,)
         with uncollected(), within(str(scenario)):
-            choice = choose_among(tried, budgets.schedule_with, budgets.plan_with, budgets.target.rates, budgets.priced)
+            choice = budgets.choice() if tries_all and scenario.recompute is Recompute.AUTO else budgets.first_choice()
             schedule = budgets.schedule_with(choice.budget)
             if not choice.best.fits:
                 return self._refused(scenario.keeping(choice.budget), budgets.refusals.get(schedule.digest()), began_s)
@@ -249,13 +250,7 @@ class Scenarios:
         began_s = time.perf_counter()
         budgets = self._budgets(scenario)
         with uncollected(), within(str(scenario)):
-            choice = choose_budget(
-                budgets.schedule_with,
-                budgets.plan_with,
-                budgets.target.rates,
-                is_cheap=scenario.model.num_layers is not None,
-                priced=budgets.priced,
-            )
+            choice = budgets.choice()
         self.tell(f"{scenario}: {choice.note} ({time.perf_counter() - began_s:.1f} s)")
         answer = self._answer(scenario.keeping(choice.budget), max_actions)
         return replace(answer, elapsed_s=time.perf_counter() - began_s)
@@ -307,6 +302,18 @@ class _Budgets:
     schedule_with: Callable[[float], Schedule]
     packings: Packings
     refusals: dict[str, BudgetError] = field(default_factory=dict)
+
+    def first_choice(self) -> BudgetChoice:
+        """The better one of all layers computed again and all kept, or what the scenario says."""
+        tried = (RECOMPUTE_ALL, KEEP_ALL) if self.scenario.recompute is Recompute.AUTO else (self.scenario.keep,)
+        return choose_among(tried, self.schedule_with, self.plan_with, self.target.rates, self.priced)
+
+    def choice(self) -> BudgetChoice:
+        """The best of all shares."""
+        is_cheap = self.scenario.model.num_layers is not None
+        return choose_budget(
+            self.schedule_with, self.plan_with, self.target.rates, is_cheap=is_cheap, priced=self.priced
+        )
 
     def plan_with(self, schedule: Schedule) -> Planned:
         wished, options = _wishes(self.scenario, schedule)

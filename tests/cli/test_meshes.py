@@ -15,6 +15,7 @@ from tiny_transformers import TINY_GPT, TINY_LLAMA
 
 from chunkc.cli import main
 from chunkc.cli.meshes import best_of, candidates, meshes, render
+from chunkc.cli.workers import Effort
 from chunkc.cost.timeline import Flops
 from chunkc.errors import BudgetError, ChunkcError, PlanError
 from chunkc.hardware import Hardware
@@ -38,25 +39,27 @@ class Machine(Scenarios):
 
     by_mesh: dict[str, int | str] = field(default_factory=dict)
     in_full: dict[str, int | str] = field(default_factory=dict)
-    asked: list[tuple[str, int, bool]] = field(default_factory=list)
+    closer: dict[str, int | str] = field(default_factory=dict)
+    asked: list[tuple[str, int, Effort]] = field(default_factory=list)
 
-    def estimate(self, scenario: Scenario) -> Estimate | Answer:
-        found = self._found(scenario, in_full=False)
+    def estimate(self, scenario: Scenario, *, tries_all: bool = False) -> Estimate | Answer:
+        found = self._found(scenario, Effort.SHARES if tries_all else Effort.LOOK)
         if found < 0:
             return Answer(scenario, shortage=shortage(-found))
         best = BudgetCandidate(KEEP_ALL, found * 1.05, 1.0, "", bound="compute", device_nbytes=1 << 30, host_nbytes=7)
         return Estimate(scenario, 1000, best)
 
     def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
-        found = self._found(scenario, in_full=True)
+        found = self._found(scenario, Effort.PLAN)
         if found < 0:
             return Answer(scenario, shortage=shortage(-found))
         step_ms = float(found)
         return Answer(scenario, gpt_plan(), timeline=replace(TIMELINE, step_ms=step_ms))
 
-    def _found(self, scenario: Scenario, *, in_full: bool) -> int:
-        self.asked.append((scenario.mesh, scenario.batch, in_full))
-        found = (self.by_mesh | (self.in_full if in_full else {}))[scenario.mesh]
+    def _found(self, scenario: Scenario, effort: Effort) -> int:
+        self.asked.append((scenario.mesh, scenario.batch, effort))
+        others = {Effort.LOOK: {}, Effort.SHARES: self.closer, Effort.PLAN: self.in_full}[effort]
+        found = (self.by_mesh | others)[scenario.mesh]
         if isinstance(found, str):
             raise (PlanError if "verifier" in found else ChunkcError)(found)
         return found
@@ -93,11 +96,12 @@ def test_ranks_along_tp_are_of_one_node_and_replicas_are_nodes(hw: Hardware, wan
 
 def test_all_candidates_train_on_as_many_sequences_and_the_fastest_is_taken() -> None:
     machine, found = asked(dp_shard_is_4=60, dp_shard_is_2__tp_is_2=50, tp_is_4=51)
-    screened = [("dp_shard=4", 3, False), ("dp_shard=2,tp=2", 6, False), ("tp=4", 12, False)]
-    assert machine.asked == [*screened, ("dp_shard=2,tp=2", 6, True), ("tp=4", 12, True)], "near ones in full"
+    looked = [(mesh, batch, Effort.LOOK) for mesh, batch in (("dp_shard=4", 3), ("dp_shard=2,tp=2", 6), ("tp=4", 12))]
+    closer = [(mesh, batch, Effort.SHARES) for mesh, batch, _ in looked[1:]]
+    assert machine.asked == [*looked, *closer, ("dp_shard=2,tp=2", 6, Effort.PLAN)], "near ones, then nearer ones"
     best = best_of(found)
     assert best is found[1] and best.step_ms == 50.0
-    assert [candidate.to_json()["is_screened"] for candidate in found] == [True, False, False]
+    assert [candidate.to_json()["is_screened"] for candidate in found] == [True, False, True]
     assert found[0].to_json()["device_peak_nbytes"] == 1 << 30 and found[0].to_json()["host_nbytes"] == 7
     text = render(found, best)
     assert "~63.000 ms" in text and "15,873" in text and "~ by a short search" in text
@@ -107,6 +111,14 @@ def test_all_candidates_train_on_as_many_sequences_and_the_fastest_is_taken() ->
         "a step has as many sequences with each mesh; the fastest, below, is that of",
         "  --mesh dp_shard=2,tp=2 --batch 6",
     ]
+
+
+def test_shares_of_layers_decide_between_meshes_that_are_near() -> None:
+    by_mesh: dict[str, int | str] = {"dp_shard=4": 500, "dp_shard=2,tp=2": 509, "tp=4": 520}
+    machine = Machine(by_mesh=by_mesh, closer={"dp_shard=2,tp=2": 450})
+    found = candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
+    assert [mesh for mesh, _, effort in machine.asked if effort is Effort.PLAN] == ["dp_shard=2,tp=2"]
+    assert best_of(found) is found[1] and found[2].estimate is not None
 
 
 def test_where_none_fits_the_one_that_misses_least_is_the_answer() -> None:
@@ -122,11 +134,8 @@ def test_where_an_estimate_was_too_good_the_next_one_is_planned_in_full() -> Non
     by_mesh: dict[str, int | str] = {"dp_shard=4": 30, "dp_shard=2,tp=2": 20, "tp=4": 90}
     machine = Machine(by_mesh=by_mesh, in_full={"dp_shard=2,tp=2": -(1 << 30), "dp_shard=4": "no such layer"})
     found = candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
-    assert best_of(found) is found[2] and [mesh for mesh, _, in_full in machine.asked if in_full] == [
-        "dp_shard=2,tp=2",
-        "dp_shard=4",
-        "tp=4",
-    ]
+    planned = [mesh for mesh, _, effort in machine.asked if effort is Effort.PLAN]
+    assert best_of(found) is found[2] and planned == ["dp_shard=2,tp=2", "dp_shard=4", "tp=4"]
     machine.in_full = dict.fromkeys(by_mesh, "no such layer")
     with pytest.raises(ChunkcError, match="no such layer"):
         candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)

@@ -10,7 +10,7 @@ import pytest
 from tiny_transformers import TINY_GPT, TINY_LLAMA
 
 from chunkc._torch_compat.fake_job import fake_job
-from chunkc.cli.workers import Ask, Here, Processes, workers
+from chunkc.cli.workers import Ask, Effort, Here, Processes, workers
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.passes.rematerialise import KEEP_ALL, RECOMPUTE_ALL
@@ -39,7 +39,7 @@ def test_processes_find_what_this_one_finds() -> None:
     told: list[str] = []
     wrong = replace(ONE, model=replace(TINY_LLAMA, config={**TINY_LLAMA.config, "num_attention_heads": 3}), mesh="tp=2")
     small = replace(ONE, hw=replace(HW, gpu_memory_nbytes=1 << 20))
-    asks = [Ask(ONE), Ask(LINE), Ask(ONE, in_full=True), Ask(small), Ask(wrong), Ask(LINE, in_full=True)]
+    asks = [Ask(ONE), Ask(LINE), Ask(ONE, Effort.PLAN), Ask(small), Ask(wrong), Ask(LINE, Effort.PLAN)]
     with workers([ONE, LINE, wrong], Scenarios(told.append), num_cores=2) as processes:
         found = processes.outcomes(asks, "mesh")
         assert isinstance(processes, Processes)
