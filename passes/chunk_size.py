@@ -229,7 +229,7 @@ def _fits(tried: Sequence[Candidate]) -> bool:
 
 
 def _may_fit_tight(candidate: Candidate, target: Target) -> bool:
-    """Whether ``candidate`` could fit if no room were left in its chunks: one slot range, and all bytes together."""
+    """Whether one slot range and all bytes could fit if chunks of ``candidate`` had no room left."""
     chunks, sizes = candidate.layout.chunks, candidate.sizes
     held_share = candidate.layout.utilisation() * sum(1 for c in chunks if c.used_numel) / max(1, len(chunks))
     least_nbytes = candidate.demand.peak_nbytes + sizes.range_nbytes * held_share

@@ -146,7 +146,7 @@ def make_fitting_plan(
 
 
 def _is_too_large(start: Draft, share: float, passes: Sequence[Pass]) -> bool:
-    """Whether single operators take more than the device has where ``share`` of the layers move what they save."""
+    """Whether single operators take more than the device where ``share`` of the layers move values."""
     check_order(passes)
     found = replace(start, options=replace(start.options, moved_share=share))
     first = next(number for number, p in enumerate(passes, 1) if "liveness" in p.provides)

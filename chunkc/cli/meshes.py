@@ -3,9 +3,9 @@
 Candidates are what divides the machine: tensor parallelism (``tp``) within a node, and the other ranks as replicas of
 nodes (``dp_replicate``) or not. All of them train on as many sequences in a step: the ranks of a line along ``tp``
 compute one batch together, which is as many times larger. Each candidate is estimated by a short search, with all
-layers kept and with all computed again; those that come near the fastest, with other shares of the layers, too. What is
-as fast then is planned in full, and the fastest plan is the answer. Sizes of ``tp`` are planned side by side, one on
-each core. All ranks of the machine take part, since its
+layers kept and with all computed again; the fastest with other shares of the layers, too, then those that are near to
+what it comes to. What is as fast in the end is planned in full, and the fastest plan is the answer. Sizes of ``tp`` are
+planned side by side, one on each core. All ranks of the machine take part, since its
 rates are those of all.
 """
 
@@ -27,7 +27,7 @@ from chunkc.report.units import size
 from chunkc.scenarios.scenario import Answer, Estimate, Scenario, Scenarios
 
 NEAR: Final = {Effort.SHARES: 0.02, Effort.PLAN: 0.01}
-"""Share by which an estimated step may be longer than the shortest for more effort to be worth it."""
+"""Share by which an estimated step may be longer than the shortest so far for more effort to be worth it."""
 _PROGRESS: Final = {Effort.LOOK: "first look at mesh", Effort.SHARES: "second look at mesh", Effort.PLAN: "mesh"}
 _HEADERS: Final = ("mesh", "batch", "step", "tokens/s", "device", "bound", "")
 
@@ -133,7 +133,10 @@ def candidates(scenario: Scenario, scenarios: Scenarios, num_cores: int | None =
         found = [Candidate.of(*pair) for pair in zip(choices, _outcomes(planners, choices, Effort.LOOK), strict=True)]
         if all(candidate.refusal for candidate in found):
             raise ChunkcError(found[0].refusal)
-        _try_more(planners, found, _near(found, NEAR[Effort.SHARES]), Effort.SHARES)
+        fastest = _near(found, 0.0)
+        _try_more(planners, found, fastest, Effort.SHARES)
+        others = [number for number in _near(found, NEAR[Effort.SHARES]) if number not in fastest]
+        _try_more(planners, found, others, Effort.SHARES)
         near = _near(found, NEAR[Effort.PLAN])
         while near:
             _try_more(planners, found, near, Effort.PLAN)

@@ -30,7 +30,7 @@ Pipes = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the processes are told first; each stands for the first of ``num_ranks``, and captures ``model`` or so."""
+    """The first message: each process stands for rank 0 of ``num_ranks``, and captures ``model``."""
 
     model: Transformer
     num_ranks: int

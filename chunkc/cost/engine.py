@@ -49,7 +49,7 @@ class Task:
 
 @dataclass(slots=True)
 class _Lane:
-    """One stream: its next tasks, the one that runs with ``left_ms`` of its own time, and the last that is done.
+    """One stream: its next tasks, the one that runs, with ``left_ms`` of its time, and the last one.
 
     ``ready_ms``: of the next task, once that is known. ``blocker``: a task that the next one waits for.
     """

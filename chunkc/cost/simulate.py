@@ -284,7 +284,7 @@ class Run:
 
 
 def _positions(script: Script) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """For each action, those that it waits for: positions in the iteration before, and in its own, ascending."""
+    """Positions of what each action waits for, in the iteration before and in its own, ascending."""
     ends = [label.rpartition(":")[2] for label, _, _ in script.names]
     before = {end: position for position, end in enumerate(ends)}
     here, positions = dict[str, int](), list[tuple[tuple[int, ...], tuple[int, ...]]]()

@@ -119,6 +119,9 @@ def test_shares_of_layers_decide_between_meshes_that_are_near() -> None:
     found = candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
     assert [mesh for mesh, _, effort in machine.asked if effort is Effort.PLAN] == ["dp_shard=2,tp=2"]
     assert best_of(found) is found[1] and found[2].estimate is not None
+    machine = Machine(by_mesh=by_mesh, closer={"dp_shard=4": 480})
+    candidates(Scenario(TINY_GPT, ONE_NODE, batch=3, sequence=16), machine, num_cores=1)
+    assert [mesh for mesh, _, effort in machine.asked if effort is Effort.SHARES] == ["dp_shard=4"], "no other is near"
 
 
 def test_where_none_fits_the_one_that_misses_least_is_the_answer() -> None:

@@ -186,7 +186,7 @@ def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int
 
 
 def _outside(a: Sequence[_Line], b: Sequence[_Line], num_more: int) -> list[_Line]:
-    """Rows outside the blocks: c + b*L by their values for ``num_more`` layers fewer, and for one more than these."""
+    """Rows outside the blocks: c + b*L by values for ``num_more`` layers fewer and one more than that."""
     lines = []
     for x, y in zip(a, b, strict=True):
         pairs = zip(x.numbers, y.numbers, strict=True)
