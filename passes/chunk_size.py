@@ -5,7 +5,7 @@ budget, so that the least budgets named in a ``BudgetError`` really work. Each i
 and with one where that makes fewer chunks, and its residency planned. Of those that pack well, the least bytes moved by
 all ranks together win (all must choose alike), then the least waste, then the fewest chunks. Where states are to be
 streamed, sizes with which two can be under way at once come first. Where none fits, those are tried that leave no room
-in the fullest group of a candidate, if that may be what is missing: a percent of all model data or so.
+in the fullest group of a candidate: a percent of all model data may be what is missing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from chunkc.passes.support.budget import (
     sizes_of,
     with_residents,
 )
-from chunkc.passes.support.draft import BlockNeeds, Demand, Draft, Liveness, PackedLayout, Packing, Target, decided
+from chunkc.passes.support.draft import BlockNeeds, Demand, Draft, Liveness, PackedLayout, Packing, decided
 from chunkc.passes.support.resident_states import streamed_chunks
 from chunkc.passes.support.updates import step_nbytes
 
@@ -212,8 +212,7 @@ def search(draft: Draft) -> list[Candidate]:
     if not _fits(tried):
         tried += [c for numel in numels for c in evaluate(draft, numel, packs_well=False)]
     if options.chunk_numel is None and not _fits(tried):
-        near = [c for c in tried if _may_fit_tight(c, target)]
-        tight = (aligned_chunk_numel(tight_numel(c.layout), dtype, options.state_spec) for c in near)
+        tight = (aligned_chunk_numel(tight_numel(c.layout), dtype, options.state_spec) for c in tried)
         others = dict.fromkeys(numel for numel in tight if numel not in numels)
         tried += [c for numel in others for c in evaluate(draft, numel)]
     fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
@@ -226,16 +225,6 @@ def search(draft: Draft) -> list[Candidate]:
 
 def _fits(tried: Sequence[Candidate]) -> bool:
     return any(c.moved_nbytes is not None for c in tried)
-
-
-def _may_fit_tight(candidate: Candidate, target: Target) -> bool:
-    """Whether one slot range and all bytes could fit if chunks of ``candidate`` had no room left."""
-    chunks, sizes = candidate.layout.chunks, candidate.sizes
-    held_share = candidate.layout.utilisation() * sum(1 for c in chunks if c.used_numel) / max(1, len(chunks))
-    least_nbytes = candidate.demand.peak_nbytes + sizes.range_nbytes * held_share
-    total_nbytes = sum(sizes.evicted.values()) * held_share
-    device_nbytes = target.budget_nbytes(Tier.DEVICE)
-    return least_nbytes <= device_nbytes and total_nbytes <= device_nbytes + target.budget_nbytes(Tier.HOST)
 
 
 def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError:
