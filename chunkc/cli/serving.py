@@ -21,6 +21,7 @@ from typing import IO
 from chunkc._torch_compat.fake_job import fake_job
 from chunkc._torch_compat.inductor import import_capture
 from chunkc.cli.subjects import quietly
+from chunkc.errors import ChunkcError
 from chunkc.scenarios.models import Transformer
 from chunkc.scenarios.scenario import Scenarios
 
@@ -50,7 +51,8 @@ def serve_all() -> None:
     os.dup2(2, 1)  # replies have pipes of their own
     with quietly():
         import_capture()
-        start.model.build()  # imports its library
+        with suppress(ChunkcError):  # which is the outcome of asks
+            start.model.build()  # imports its library
         fork_each(start.pipes, lambda asks, replies: serve(asks, replies, start.num_ranks))
 
 

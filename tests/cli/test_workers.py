@@ -39,14 +39,15 @@ def test_processes_find_what_this_one_finds() -> None:
     told: list[str] = []
     wrong = replace(ONE, model=replace(TINY_LLAMA, config={**TINY_LLAMA.config, "num_attention_heads": 3}), mesh="tp=2")
     small = replace(ONE, hw=replace(HW, gpu_memory_nbytes=1 << 20))
-    asks = [Ask(ONE), Ask(LINE), Ask(ONE, Effort.PLAN), Ask(small), Ask(wrong), Ask(LINE, Effort.PLAN)]
-    with workers([ONE, LINE, wrong], Scenarios(told.append), num_cores=2) as processes:
+    broken = replace(ONE, model=replace(TINY_LLAMA, config={**TINY_LLAMA.config, "model_type": "none"}))
+    asks = [Ask(ONE), Ask(LINE), Ask(ONE, Effort.PLAN), Ask(small), Ask(wrong), Ask(LINE, Effort.PLAN), Ask(broken)]
+    with workers([broken, ONE, LINE, wrong], Scenarios(told.append), num_cores=2) as processes:
         found = processes.outcomes(asks, "mesh")
         assert isinstance(processes, Processes)
     with fake_job(2):
         expected = Here(Scenarios()).outcomes(asks, "mesh")
     assert list(map(described, found)) == list(map(described, expected))
-    kinds = [Estimate, Estimate, Answer, Answer, ChunkcError, Answer]
+    kinds = [Estimate, Estimate, Answer, Answer, ChunkcError, Answer, ChunkcError]
     assert all(isinstance(outcome, kind) for outcome, kind in zip(found, kinds, strict=True))
     assert isinstance(found[3], Answer) and isinstance(found[3].shortage, BudgetError)
     assert len(told) == 3 and all(str(HW.num_gpus) in line for line in told)
