@@ -1,10 +1,10 @@
 """Processes that answer asks, forked from one that has imported what captures need.
 
 Imports take as long as a capture of a few layers. So one process does them and then forks itself, once for each pair of
-pipes, before anything runs in it. It writes how a process ended where that was no end of the asks.
+pipes, before anything runs in it. When a process has ended, it writes how, for whoever still waits for a reply.
 
     process that plans ── Start ──> this one ── fork ──> one for each pair of pipes: ask ──> reply, until asks end
-                       <─────────────── Ended ──────────────┘ if a signal or an error ended it
+                       <─────────────── Ended ──────────────┘
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def serve_all() -> None:
 
 
 def fork_each(pipes: Pipes, serve: Callable[[IO[bytes], IO[bytes]], None]) -> None:
-    """Call ``serve`` in a process for each of ``pipes``, and write how those ended that failed."""
+    """Call ``serve`` in a process for each of ``pipes``, and write how each ended."""
     left, running = list(pipes), dict[int, int]()
     while left:
         asks, replies = left.pop(0)
@@ -71,8 +71,7 @@ def fork_each(pipes: Pipes, serve: Callable[[IO[bytes], IO[bytes]], None]) -> No
     while running:
         process, status = os.wait()
         with suppress(BrokenPipeError), os.fdopen(running.pop(process), "wb") as file:
-            if exit_code := os.waitstatus_to_exitcode(status):
-                pickle.dump(Ended(exit_code), file)
+            pickle.dump(Ended(os.waitstatus_to_exitcode(status)), file)
 
 
 def _serve_and_exit(serve: Callable[[IO[bytes], IO[bytes]], None], asks: int, replies: int) -> None:
