@@ -16,7 +16,7 @@ from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.passes.chunk_mapping import ChunkMappingPass
 from chunkc.passes.chunk_size import ChunkSizePass
 from chunkc.passes.communication import CommunicationPass
-from chunkc.passes.contract import Check, Pass, check_order, run_passes
+from chunkc.passes.contract import Check, Pass, run_passes
 from chunkc.passes.evaluate import EvaluatePass
 from chunkc.passes.liveness import LivenessPass, peak_nbytes
 from chunkc.passes.offload import OffloadPass
@@ -30,7 +30,8 @@ from chunkc.passes.support.choices import Choice, ChoiceStore, find_choice, keep
 from chunkc.passes.support.draft import Draft, Packings, PlanOptions, Target, decided
 from chunkc.progress import stage
 
-MOVED_SHARES = (0.25, 0.5, 1.0)
+ALL_MOVED = 1.0
+MOVED_SHARES = (0.25, 0.5, ALL_MOVED)
 """Shares of layers whose saved values move where a plan does not fit without: the first that does is taken."""
 PIPELINE: tuple[Pass, ...] = (
     OffloadPass(),
@@ -111,10 +112,10 @@ def make_fitting_plan(
 ) -> Planned:
     """As `make_plan`; where that does not fit, some layers move what they save to the host.
 
-    They do where the options leave it open, and `BudgetError` names the device memory that is enough where all move.
-    Where the options say otherwise, the error says whether moving would do.
+    They do where the options leave it open: the first of ``MOVED_SHARES`` that fits. Where none does, `BudgetError`
+    names memory that is enough for a plan that moves nothing, or for one that moves all where that takes less of the
+    device. Where the options say otherwise, the error says whether ``activations="offload"`` would do.
     """
-    passes = PIPELINE if passes is None else passes
     packings = Packings() if packings is None else packings
 
     def plan_with(share: float) -> Planned | BudgetError:
@@ -124,15 +125,16 @@ def make_fitting_plan(
         except BudgetError as error:
             return error
 
-    is_open, is_asked = options.activations == "auto", options.activations in ("keep", "recompute")
-    can_move = (is_open or is_asked) and not (options.moved_share or options.fixed_moves)
+    can_move = not (options.moved_share or options.fixed_moves) and options.activations != "offload"
+    is_open = can_move and options.activations == "auto"
+    shares = MOVED_SHARES if is_open else MOVED_SHARES[-1:] if can_move else ()
     start, refusals = Draft(schedule, target, options, layout, packings), dict[float, BudgetError]()
-    for share in (0.0, *MOVED_SHARES) if can_move else (0.0,):
-        if can_move and is_open and share < MOVED_SHARES[-1] and _is_too_large(start, share, passes):
+    for share in (0.0, *shares):
+        if is_open and passes is None and share < ALL_MOVED and _is_too_large(start, share):
             continue
         found = plan_with(share)
         if isinstance(found, Planned):
-            if share and is_asked:
+            if share and not is_open:
                 raise _advised(refusals[0.0])
             return found
         refusals[share] = found
@@ -141,16 +143,14 @@ def make_fitting_plan(
     kept = refusals.get(0.0) or plan_with(0.0)
     if isinstance(kept, Planned):
         return kept
-    moving = refusals.get(MOVED_SHARES[-1])
-    raise kept if moving is None or is_asked else _lesser(kept, moving, target.budget_nbytes(Tier.HOST))
+    moving = refusals.get(ALL_MOVED)
+    raise kept if moving is None or not is_open else _lesser(kept, moving, target.budget_nbytes(Tier.HOST))
 
 
-def _is_too_large(start: Draft, share: float, passes: Sequence[Pass]) -> bool:
+def _is_too_large(start: Draft, share: float) -> bool:
     """Whether single operators take more than the device where ``share`` of the layers move values."""
-    check_order(passes)
     found = replace(start, options=replace(start.options, moved_share=share))
-    first = next(number for number, p in enumerate(passes, 1) if "liveness" in p.provides)
-    found, _ = run_passes(found, passes[:first])
+    found = LivenessPass()(OffloadPass()(found))
     return peak_nbytes(decided(found.liveness, "liveness")) > found.target.budget_nbytes(Tier.DEVICE)
 
 

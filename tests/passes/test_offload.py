@@ -2,7 +2,8 @@
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
-from chunkc.passes import PlanOptions, Target, make_fastest_plan, make_fitting_plan, make_plan
+from chunkc.passes import PIPELINE, Draft, PlanOptions, Target, make_fastest_plan, make_fitting_plan, make_plan
 from chunkc.passes.pipeline import MOVED_SHARES
 from chunkc.passes.search import MIN_GAIN
 from chunkc.passes.support.moved_values import choose_moves, movable, movable_layers, piece_starts
@@ -180,17 +181,12 @@ def test_the_first_share_that_fits_is_taken(accumulate: int) -> None:
     """Shares that are left out by bytes of single operators would not have fitted."""
     schedule, options = layered(LAYERS), PlanOptions(accumulate=accumulate, in_flight=accumulate)
 
-    def fits(share: float, where: Target) -> bool:
-        with suppress(BudgetError):
-            make_plan(schedule, where, replace(options, moved_share=share))
-            return True
-        return False
-
     found = set[float]()
     for device in range(16_000, 160_000, 2_000):
         for host in (100_000, 1 << 30):
             where = target(device=device, host=host)
-            first = next((s for s in (0.0, *MOVED_SHARES) if fits(s, where)), None)
+            moving = {s: replace(options, moved_share=s) for s in (0.0, *MOVED_SHARES)}
+            first = next((s for s, moves in moving.items() if fits(schedule, where, moves)), None)
             if first is None:
                 with pytest.raises(BudgetError):
                     make_fitting_plan(schedule, where, options)
@@ -198,6 +194,44 @@ def test_the_first_share_that_fits_is_taken(accumulate: int) -> None:
                 assert make_fitting_plan(schedule, where, options).moved_share == first
                 found.add(first)
     assert len(found) > 2, "shares were needed"
+
+
+def fits(schedule: Schedule, where: Target, options: PlanOptions) -> bool:
+    with suppress(BudgetError):
+        make_plan(schedule, where, options)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("wish", ["keep", "recompute"])
+def test_offloading_is_advised_exactly_where_it_fits(wish: Literal["keep", "recompute"]) -> None:
+    """It moves all that can move, for which the host may lack memory where less would do."""
+    schedule, found = layered(LAYERS), set[bool]()
+    for device, host in product(range(28_000, 60_000, 2_000), (20_000, 30_000, 40_000, 1 << 30)):
+        where, keeps = target(device=device, host=host), PlanOptions(activations=wish)
+        if not fits(schedule, where, keeps):
+            helps = fits(schedule, where, PlanOptions(activations="offload", moved_share=1.0))
+            with pytest.raises(BudgetError) as refused:
+                make_fitting_plan(schedule, where, keeps)
+            assert ("With activations='offload' it fits" in str(refused.value)) == helps
+            found.add(helps)
+    assert found == {False, True}
+
+
+def test_other_passes_are_asked_as_they_are() -> None:
+    """Bytes of single operators are those of the planner's own passes: none is left out for others, or runs twice."""
+    seen = list[float]()
+
+    class Counting:
+        name, requires, provides, conflicts = "counting", frozenset[str](), frozenset[str](), frozenset[str]()
+
+        def __call__(self, draft: Draft) -> Draft:
+            seen.append(draft.options.moved_share)
+            return draft
+
+    passes = [Counting(), *PIPELINE]
+    fitting = make_fitting_plan(layered(LAYERS), target(device=28_000), passes=passes)
+    assert seen == [s for s in (0.0, *MOVED_SHARES) if s <= fitting.moved_share] and len(seen) > 1
 
 
 def test_the_least_budget_is_that_of_values_that_move() -> None:
