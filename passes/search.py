@@ -196,13 +196,13 @@ class Search:
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
 
     def _place_first_states(self, best: Candidate) -> Candidate:
-        """Try one number of states where updates are waited for and the search may not come to them.
+        """Try one number of states where updates are waited for and few plans can be tried.
 
-        Without it plans of two schedules do not compare: no other choice gains as much.
+        Shares of moved values would take them all. For GPT-3 on 32 A100 these gained nothing, and states a tenth.
         """
         draft = self._drafts[best.options]
         waits = best.updates_ms >= best.step_ms * MIN_GAIN
-        is_short = self._num_actions * (1 + len(SHARES)) > self.max_actions
+        is_short = self._num_actions + len(SHARES) * self.price_of(best).num_actions > self.max_actions
         if not (is_short and waits and self._decides_homes(draft)):
             return best
         num_states, keeps = sum(_margins(draft)[:2]) // 2, draft.target.world_size == 1

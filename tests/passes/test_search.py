@@ -217,6 +217,16 @@ def test_of_a_large_model_whose_updates_are_held_second_homes_are_tried_all_the_
     assert found.candidates[1].step_ms < 0.9 * found.candidates[0].step_ms
 
 
+def test_of_a_large_model_that_waits_for_updates_states_on_the_device_are_tried_all_the_same() -> None:
+    where, wanted = machine(slow_host(16e-6), 17 * NUMEL * 4), PlanOptions(chunk_numel=NUMEL)
+    found = make_fastest_plan(working_chain(), where, wanted, max_actions=1)
+    own, placed = found.candidates
+    assert own.options.num_resident_states == 0 < placed.options.num_resident_states
+    assert placed.step_ms < 0.9 * own.step_ms and found.plan.layout.nbytes_in(Tier.DEVICE) > 0
+    fast = make_fastest_plan(working_chain(), machine(by_latency(3000.0), 17 * NUMEL * 4), wanted, max_actions=1)
+    assert [c.options.num_resident_states for c in fast.candidates] == [0], "no update is waited for"
+
+
 def test_host_memory_that_later_choices_leave_is_filled_where_the_search_has_ended() -> None:
     """States that go to the device leave room, and no more numbers of second homes would be tried."""
     roomy, host = machine(slow_host(16e-6), 17 * NUMEL * 4), Budget(13 * 16 * NUMEL)
