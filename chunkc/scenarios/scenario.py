@@ -231,13 +231,13 @@ class Scenarios:
         num_lines = scenario.ranks.num_replicas * scenario.ranks.num_sharing
         return Estimate(scenario, schedule.num_tokens * num_lines * scenario.accumulate, choice.best)
 
-    def _refused(self, scenario: Scenario, refusal: BudgetError | None, began_s: float) -> Answer:
+    def _refused(self, scenario: Scenario, refusal: _Refusal | None, began_s: float) -> Answer:
         """The answer of one that does not fit, planned again where a short search has left no error."""
         if refusal is None:
             return self._answer(scenario, SCREENING_ACTIONS)
         elapsed_s = time.perf_counter() - began_s
         self.tell(f"{scenario}: does not fit ({elapsed_s:.1f} s)")
-        return Answer(scenario, shortage=refusal, elapsed_s=elapsed_s)
+        return Answer(scenario, shortage=refusal.error, elapsed_s=elapsed_s, planning_s=refusal.planning_s)
 
     def answer(self, scenario: Scenario, max_actions: int = MAX_ACTIONS) -> Answer:
         """Plan and simulate ``scenario``; ``max_actions`` as of `make_fastest_plan`. Raises as `captured`."""
@@ -290,10 +290,18 @@ class Scenarios:
 
 
 @dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a plan does not fit, and the seconds in which that was found."""
+
+    error: BudgetError
+    planning_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Budgets:
     """Plans of one scenario by activation budget, each of a short search.
 
-    ``priced``: of those that were simulated. ``refusals``: errors of those that do not fit, by digests of schedules.
+    ``priced``: of those that were simulated. ``refusals``: of those that do not fit, by digests of schedules.
     """
 
     scenario: Scenario
@@ -301,7 +309,7 @@ class _Budgets:
     priced: Priced
     schedule_with: Callable[[float], Schedule]
     packings: Packings
-    refusals: dict[str, BudgetError] = field(default_factory=dict)
+    refusals: dict[str, _Refusal] = field(default_factory=dict)
 
     def first_choice(self) -> BudgetChoice:
         """The better one of all layers computed again and all kept, or what the scenario says."""
@@ -318,10 +326,11 @@ class _Budgets:
     def plan_with(self, schedule: Schedule) -> Planned:
         wished, options = _wishes(self.scenario, schedule)
         max_actions, packings = SCREENING_ACTIONS, self.packings
+        began_s = time.perf_counter()
         try:
             return make_fastest_plan(wished, self.target, options, max_actions=max_actions, packings=packings)
         except BudgetError as error:
-            self.refusals[schedule.digest()] = error
+            self.refusals[schedule.digest()] = _Refusal(error, time.perf_counter() - began_s)
             raise
 
 

@@ -9,7 +9,7 @@ from tiny_transformers import TINY_GPT
 import chunkc
 from chunkc.hardware import Hardware
 from chunkc.ir.verify import verify
-from chunkc.scenarios.scenario import Recompute, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 HW = Hardware.parse("v100-240g")
 SCENARIO = Scenario(TINY_GPT, HW, batch=2, sequence=16)
@@ -76,6 +76,43 @@ def test_layers_are_computed_again_only_where_memory_is_short() -> None:
     assert scenarios.is_captured(replace(long, recompute=Recompute.FULL))
     assert not scenarios.is_captured(replace(long, recompute=Recompute.FULL, batch=1))
     assert [line.rpartition(":")[2].split("(")[0].strip() for line in told].count("fits") == 2
+
+
+@pytest.mark.long
+def test_an_estimate_of_what_does_not_fit_is_the_answer() -> None:
+    """Its error and its times, though it is not planned again."""
+    small = replace(SCENARIO, batch=16, hw=replace(HW, gpu_memory_nbytes=1 << 20))
+    for scenario in (small, small.keeping(0.0)):
+        scenarios = Scenarios()
+        estimate = scenarios.estimate(scenario)
+        assert isinstance(estimate, Answer) and estimate.scenario is not None
+        answer = scenarios.answer(estimate.scenario)
+        assert estimate.shortage is not None and str(estimate.shortage) == str(answer.shortage)
+        assert 0 < estimate.planning_s < estimate.elapsed_s
+
+
+@pytest.mark.long
+def test_plans_are_the_same_whatever_was_planned_before() -> None:
+    """Packings are shared between plans of one model, which may differ in all that a packing depends on."""
+    one = replace(SCENARIO, recompute=Recompute.FULL)
+    several = replace(one, hw=Hardware.parse("4xv100-240g"))
+    others = (
+        one,
+        replace(one, accumulate=2),
+        replace(one, optimizer="sgd"),
+        replace(one, optimizer="adamw8bit"),
+        several,
+        replace(several, rank=3),
+        one,
+    )
+    shared = Scenarios()
+    for scenario in others:
+        refusal = shared.answer(replace(scenario, hw=replace(scenario.hw, gpu_memory_nbytes=1))).shortage
+        assert refusal is not None
+        tight = replace(scenario, hw=replace(scenario.hw, gpu_memory_nbytes=refusal.min_device_nbytes))
+        found, alone = shared.answer(tight), Scenarios().answer(tight)
+        assert found.plan is not None and alone.plan is not None
+        assert found.plan.digest() == alone.plan.digest()
 
 
 @pytest.mark.long
