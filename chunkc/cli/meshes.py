@@ -3,9 +3,9 @@
 Candidates are what divides the machine: tensor parallelism (``tp``) within a node, and the other ranks as replicas of
 nodes (``dp_replicate``) or not. All of them train on as many sequences in a step: the ranks of a line along ``tp``
 compute one batch together, which is as many times larger. Each candidate is estimated by a short search, with all
-layers kept and with all computed again; the fastest with other shares of the layers, too, then those that are near to
-what it comes to. What is as fast in the end is planned in full, and the fastest plan is the answer. Sizes of ``tp`` are
-planned side by side, one on each core. All ranks of the machine take part, since its
+layers kept and with all computed again. The fastest is tried with other shares of the layers, too, then those near to
+what it comes to (`NEAR`). Those that are near to the fastest in the end are planned in full, and the fastest plan is
+the answer. Sizes of ``tp`` are planned side by side, one on each core. All ranks of the machine take part, since its
 rates are those of all.
 """
 

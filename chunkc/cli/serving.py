@@ -1,9 +1,10 @@
 """Processes that answer asks, forked from one that has imported what captures need.
 
-Imports take as long as a capture of a few layers. So one process does them and then forks itself, once for each pair of
-pipes, before anything runs in it. When a process has ended, it writes how, for whoever still waits for a reply.
+Imports take as long as a capture of a few layers. So one process does them and then forks itself, once for each set of
+pipes, before anything runs in it. When a process has ended, the one that forked it writes how, to a pipe of its own:
+a reply may have been cut short.
 
-    process that plans ── Start ──> this one ── fork ──> one for each pair of pipes: ask ──> reply, until asks end
+    process that plans ── Start ──> this one ── fork ──> one for each set of pipes: ask ──> reply, until asks end
                        <─────────────── Ended ──────────────┘
 """
 
@@ -25,8 +26,8 @@ from chunkc.errors import ChunkcError
 from chunkc.scenarios.models import Transformer
 from chunkc.scenarios.scenario import Scenarios
 
-Pipes = Sequence[tuple[int, int]]
-"""File descriptors to read asks from, and to write replies to, of each process."""
+Pipes = Sequence[tuple[int, int, int]]
+"""File descriptors of each process: to read asks, to write replies, and to write how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The reply of a process that has ended, with an exit code as of `subprocess.Popen`."""
+    """How a process ended: an exit code as of `subprocess.Popen`, or the system's ``refusal`` to start it."""
 
-    exit_code: int
+    exit_code: int = 0
+    refusal: str = ""
 
 
 def serve_all() -> None:
@@ -60,18 +62,27 @@ def fork_each(pipes: Pipes, serve: Callable[[IO[bytes], IO[bytes]], None]) -> No
     """Call ``serve`` in a process for each of ``pipes``, and write how each ended."""
     left, running = list(pipes), dict[int, int]()
     while left:
-        asks, replies = left.pop(0)
-        process = os.fork()
-        if process == 0:
-            for other in (*(fd for pair in left for fd in pair), *running.values()):
-                os.close(other)  # their readers wait until all who could write have ended
-            _serve_and_exit(serve, asks, replies)
+        asks, replies, end = left.pop(0)
+        try:
+            process = os.fork()
+        except OSError as error:  # no memory or no process is left
+            _write_end(end, Ended(refusal=str(error)))
+        else:
+            if process == 0:
+                for other in (end, *(fd for fds in left for fd in fds), *running.values()):
+                    os.close(other)  # their readers wait until all who could write have ended
+                _serve_and_exit(serve, asks, replies)
+            running[process] = end
         os.close(asks)
-        running[process] = replies
+        os.close(replies)
     while running:
         process, status = os.wait()
-        with suppress(BrokenPipeError), os.fdopen(running.pop(process), "wb") as file:
-            pickle.dump(Ended(os.waitstatus_to_exitcode(status)), file)
+        _write_end(running.pop(process), Ended(os.waitstatus_to_exitcode(status)))
+
+
+def _write_end(end: int, ended: Ended) -> None:
+    with suppress(BrokenPipeError), os.fdopen(end, "wb") as file:
+        pickle.dump(ended, file)
 
 
 def _serve_and_exit(serve: Callable[[IO[bytes], IO[bytes]], None], asks: int, replies: int) -> None:
@@ -97,8 +108,9 @@ def serve(asks: IO[bytes], replies: IO[bytes], num_ranks: int) -> None:
                 ask = pickle.load(asks)
             except EOFError:
                 return
-            pickle.dump((ask.outcome(scenarios), lines), replies)
+            outcome = ask.outcome(scenarios)
             try:
+                pickle.dump((outcome, lines), replies)
                 replies.flush()
             except BrokenPipeError:  # nobody is there any more
                 return

@@ -15,13 +15,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from threading import Event
-from typing import IO, Final, Protocol
+from typing import IO, Any, Final, Protocol
 
 from chunkc.cli.serving import Ended, Start
 from chunkc.errors import ChunkcError
@@ -163,11 +163,20 @@ _Reply = tuple[int, Outcome, list[str]]
 
 
 @dataclass(frozen=True, slots=True)
+class _Pipes:
+    """Pipes to one process: for asks, from replies, and from what says how it ended."""
+
+    asks: IO[bytes]
+    replies: IO[bytes]
+    end: IO[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class _Family:
     """The process that forks all others, and pipes to them by what they capture."""
 
     process: subprocess.Popen[bytes]
-    pipes: dict[str, tuple[IO[bytes], IO[bytes]]]
+    pipes: dict[str, _Pipes]
 
     @classmethod
     def of(cls, first: Scenario, captures: Sequence[str]) -> _Family:
@@ -177,57 +186,75 @@ class _Family:
         """
         command = [sys.executable, "-c", PROGRAM.format(path=sys.path)]
         environ = {**os.environ, "CHUNKC_PROGRESS": "0"}
-        asked, replied = ([os.pipe() for _ in captures] for _ in range(2))
-        theirs = [(ask, reply) for (ask, _), (_, reply) in zip(asked, replied, strict=True)]
-        ours = [(ask, reply) for (_, ask), (reply, _) in zip(asked, replied, strict=True)]
-        passed = [fd for pair in theirs for fd in pair]
-        try:
-            process = subprocess.Popen(
-                command, env=environ, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True
-            )
-        except OSError as error:
-            for fd in (fd for pair in ours for fd in pair):
-                os.close(fd)
-            raise ChunkcError(f"no process could be started to plan in: {error}") from error
-        finally:
-            for fd in passed:
-                os.close(fd)
-        if process.stdin is not None:
-            with suppress(BrokenPipeError), process.stdin:  # where it has ended, whoever asks is told
-                pickle.dump(Start(first.model, first.num_ranks, theirs), process.stdin)
-        files = ((os.fdopen(ask, "wb"), os.fdopen(reply, "rb")) for ask, reply in ours)
-        return cls(process, dict(zip(captures, files, strict=True)))
+        with ExitStack() as undo:
+            with ExitStack() as theirs:
+                try:
+                    pairs = {key: [_pipe(theirs, undo, mode) for mode in ("wb", "rb", "rb")] for key in captures}
+                    pipes = {key: _Pipes(*(file for _, file in pair)) for key, pair in pairs.items()}
+                    passed = [(asks, replies, end) for (asks, _), (replies, _), (end, _) in pairs.values()]
+                    start = pickle.dumps(Start(first.model, first.num_ranks, passed))
+                    fds, stdin = [fd for group in passed for fd in group], subprocess.PIPE
+                    process = subprocess.Popen(command, env=environ, stdin=stdin, pass_fds=fds, start_new_session=True)
+                except OSError as error:
+                    raise ChunkcError(f"no process could be started to plan in: {error}") from error
+            family = cls(process, pipes)
+            undo.callback(family.stop)
+            if process.stdin is not None:
+                with suppress(BrokenPipeError), process.stdin:  # where it has ended, whoever asks is told
+                    process.stdin.write(start)
+            undo.pop_all()
+        return family
 
     def reply(self, key: str, number: int, ask: Ask) -> Callable[[], _Reply]:
         """Ask, and wait; what is returned gives the reply, or raises why there is none."""
-        asks, replies = self.pipes[key]
+        pipes = self.pipes[key]
+        with suppress(OSError, ValueError):  # it has ended, as its end says, or the pipe is closed
+            pickle.dump(ask, pipes.asks)
+            pipes.asks.flush()
         try:
-            pickle.dump(ask, asks)
-            asks.flush()
-        except (OSError, ValueError):  # it has ended, which the reply says, or the pipe is closed
-            pass
+            outcome, lines = pickle.load(pipes.replies)
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # there is none, or a part
+            ended = self._end_of(pipes)
+            return lambda: _missed(ask, ended)
+        return lambda: (number, outcome, lines)
+
+    def _end_of(self, pipes: _Pipes) -> Ended:
+        """How the process of ``pipes`` ended, or the one that forked it."""
         try:
-            reply = pickle.load(replies)
+            ended: Ended = pickle.load(pipes.end)
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
-            reply = Ended(self.process.wait())
-        if isinstance(reply, Ended):
-            return lambda: _missed(ask, reply.exit_code)
-        return lambda: (number, *reply)
+            return Ended(self.process.wait())
+        return ended
 
     def stop(self) -> None:
         """End all processes, and close their pipes."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for pipe in (pipe for pair in self.pipes.values() for pipe in pair):
-            with suppress(BrokenPipeError):
-                pipe.close()
+        for pipes in self.pipes.values():
+            for pipe in (pipes.asks, pipes.replies, pipes.end):
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
-def _missed(ask: Ask, exit_code: int) -> _Reply:
-    if exit_code >= 0:
-        raise RuntimeError(f"a process that planned {ask.scenario} ended with exit code {exit_code}, as it says above")
+def _pipe(theirs: ExitStack, undo: ExitStack, mode: str) -> tuple[int, IO[Any]]:
+    """A pipe's end of another process, which ``theirs`` closes, and this one's, opened in ``mode``."""
+    read, write = os.pipe()
+    other, own = (read, write) if mode == "wb" else (write, read)
+    theirs.callback(os.close, other)
+    file = os.fdopen(own, mode)
+    undo.callback(file.close)
+    return other, file
+
+
+def _missed(ask: Ask, ended: Ended) -> _Reply:
+    if ended.refusal:
+        raise ChunkcError(f"no process could be started to plan in: {ended.refusal}")
+    if ended.exit_code >= 0:
+        raise RuntimeError(
+            f"a process that planned {ask.scenario} ended with exit code {ended.exit_code}, as it says above"
+        )
     raise ChunkcError(
-        f"a process that planned {ask.scenario} ended by signal {-exit_code}. If memory was short, plan the meshes one "
-        "by one: --mesh names one"
+        f"a process that planned {ask.scenario} ended by signal {-ended.exit_code}. If memory was short, plan the "
+        "meshes one by one: --mesh names one"
     )

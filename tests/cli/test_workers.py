@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from dataclasses import replace
+from typing import IO, Any, Self
 
 import psutil
 import pytest
@@ -101,6 +103,11 @@ fork_each(pickle.load(sys.stdin.buffer).pipes, serve)
     [
         ("os.kill(os.getpid(), 9)", ChunkcError, "mesh tp=2.* ended by signal 9"),
         ("raise AssertionError", RuntimeError, "mesh tp=2.* ended with exit code 1, as it says above"),
+        (
+            "replies.write(pickle.dumps((bytes(300_000), []))[:150_000]); replies.flush(); os.kill(os.getpid(), 9)",
+            ChunkcError,
+            "mesh tp=2.* ended by signal 9",
+        ),
     ],
 )
 def test_one_of_several_processes_that_fails_is_named(
@@ -112,6 +119,69 @@ def test_one_of_several_processes_that_fails_is_named(
         assert processes.outcomes([Ask(ONE)], "mesh") == [ONE]
         with pytest.raises(kind, match=message):
             processes.outcomes([Ask(LINE)], "mesh")
+
+
+NO_MORE_FORKS = """
+import os, pickle, sys
+sys.path[:] = {path!r}
+from chunkc.cli.serving import fork_each
+
+def fork(real=os.fork, forked=[]):
+    if forked:
+        raise BlockingIOError(11, "no process is left")
+    forked.append(1)
+    return real()
+
+def serve(asks, replies):
+    pickle.dump((pickle.load(asks).scenario, []), replies)
+    replies.flush()
+
+os.fork = fork
+fork_each(pickle.load(sys.stdin.buffer).pipes, serve)
+"""
+
+
+@pytest.mark.long
+def test_a_process_that_cannot_be_forked_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chunkc.cli.workers.PROGRAM", NO_MORE_FORKS)
+    with workers([ONE, LINE], Scenarios(), num_cores=2) as processes:
+        assert processes.outcomes([Ask(ONE)], "mesh") == [ONE]
+        with pytest.raises(ChunkcError, match=r"no process could be started to plan in: .*no process is left"):
+            processes.outcomes([Ask(LINE)], "mesh")
+
+
+class Interrupted:
+    """A pipe that is interrupted when it is written to."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self.pipe = pipe
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pipe.close()
+
+    def write(self, _: bytes) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_a_start_that_is_interrupted_leaves_nothing(is_started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, here = subprocess.Popen, psutil.Process()
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        if not is_started:
+            raise KeyboardInterrupt
+        process: Any = real(*arguments, **options)
+        process.stdin = Interrupted(process.stdin)
+        return process
+
+    monkeypatch.setattr("chunkc.cli.workers.subprocess.Popen", start)
+    before = here.num_fds(), here.children()
+    with pytest.raises(KeyboardInterrupt), workers([ONE, LINE], Scenarios(), num_cores=2):
+        pass
+    assert (here.num_fds(), here.children()) == before
 
 
 ONE_ANSWERS = """

@@ -99,7 +99,7 @@ class DeepCaptures:
         infos, kinds = self.infos(), list(zip(*(captured.estimates for captured in four.values()), strict=True))
         by_kind = (dict(zip(four, kind, strict=True)) for kind in kinds)
         estimates = tuple(mixed_schedule(captures, num_again, num_kept, infos) for captures in by_kind)
-        note = f"{num_again} layers computed again and {num_kept} kept, from {BASE} to {BASE + 2} of each"
+        note = f"{num_again} layers computed again and {num_kept} kept, from {len(four)} captures of few of each"
         stages = (record for captured in four.values() for record in captured.stages)
         return CapturedAhead(estimates, (*dict.fromkeys(stages), _record(began_s, note)))
 

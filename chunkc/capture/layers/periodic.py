@@ -32,7 +32,7 @@ _FIELDS: Final = {kind: tuple(f.name for f in fields(kind)) for kind in (Operato
 NUM_OUTER: Final = 2
 """Layers of a capture that are not alike: those at either end."""
 MIXTURES: Final = ((BASE + 1, BASE), (BASE + 2, BASE), (BASE, BASE + 1), (BASE + 1, BASE + 1))
-"""Layers of each kind, in pairs with one more that is computed again; two models have them all."""
+"""Captures by layers computed again and kept: two pairs, the second of a pair with one more computed again."""
 
 Row = TypeVar("Row", Operator, ParamInfo)
 _Form = tuple[str, ...]
