@@ -29,6 +29,11 @@ _ASSERTIONS = (
 )
 
 
+def is_fake(value: object) -> bool:
+    """Whether ``value`` is a tensor without values, by which torch traces."""
+    return isinstance(value, FakeTensor)
+
+
 @contextmanager
 def changing(sizes: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
     """Within the block Dynamo captures these dimensions of tensors for any size, where it can.

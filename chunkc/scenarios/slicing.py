@@ -2,29 +2,34 @@
 
 transformers makes the mask of a causal model from the positions in what it is handed, which is a slice. So attention
 goes through an implementation of its own name in transformers' public registry, for which no mask is made: it is causal
-by ``is_causal``, which `chunkc.capture.attention.in_slices` understands. Other models call attention themselves, and
-stay as they are.
+by ``is_causal``, which `chunkc.capture.attention.in_slices` understands. T5 adds a bias by the distance of positions to
+its scores: it is made of the slice's queries and all keys, and hides the later ones from a decoder. Other models call
+attention themselves, and stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from chunkc.capture.attention.whole import attend_to_whole, relative_positions, see_whole
 from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import CaptureError, ChunkcError
 
-FAMILIES: Final = ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Kinds of models (``config.model_type``) whose attention is that of all positions, or causal, and nothing else."""
+_T5: Final = "t5"
+FAMILIES: Final = ("bert", "gpt2", "llama", "mistral", "qwen2", "qwen3", _T5)
+"""Kinds of models (``config.model_type``) whose attention is that of all positions, or causal, and nothing else, or has
+a bias by their distance."""
 _SHIFTING: Final = ("ForCausalLM", "LMHeadModel")
-_HEADS: Final = (*_SHIFTING, "ForMaskedLM")
+_HEADS: Final = (*_SHIFTING, "ForMaskedLM", "ForConditionalGeneration")
 """Ends of the names of models whose heads work position by position."""
 _NAME: Final = "chunkc_slices"
-_CHANGES: Final = ("sliding_window", "softcap", "s_aux", "position_bias")
+_CHANGES: Final = ("sliding_window", "softcap", "s_aux")
 """Arguments by which attention is another than that, where they are given."""
 
 
@@ -61,6 +66,8 @@ def _seeing_slices(model: nn.Module, ranks: RankMesh) -> ExitStack:
             AttentionInterface.register(_NAME, _attention)
             undo.callback(part.set_attn_implementation, part.config._attn_implementation)
             part.set_attn_implementation(_NAME)
+            if part.config.model_type == _T5:
+                _give_biases(part, ranks.num_context, undo)
             undo.callback(part.register_forward_pre_hook(_check_inputs, with_kwargs=True).remove)
         return undo.pop_all()
 
@@ -88,18 +95,34 @@ def _check(model: Any, ranks: RankMesh) -> None:
         )
 
 
-def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _give_biases(model: nn.Module, num_slices: int, undo: ExitStack) -> None:
+    """Let attention of a T5 make its biases for the keys of all slices."""
+    see_whole()
+    for layer in model.modules():
+        if hasattr(layer, "compute_bias"):
+            layer.compute_bias = partial(_bias_of_slice, layer, num_slices)  # type: ignore[assignment]
+            undo.callback(vars(layer).pop, "compute_bias")
+
+
+def _check_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
-    if len(args) > 1 or kwargs.get("position_ids") is None:
+    if module.config.model_type == _T5:
+        if len(args) > 1 or (kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None):
+            raise CaptureError(
+                f"cp divides sequences: hand {name} its inputs by name, and with them decoder_input_ids=, shifted "
+                "before sequences are sliced. It would shift labels within its slice"
+            )
+    elif len(args) > 1 or kwargs.get("position_ids") is None:
         raise CaptureError(
             f"cp divides sequences: hand {name} its inputs by name, and with them the positions that its slice has in "
             "the sequence, as position_ids="
         )
-    if kwargs.get("attention_mask") is not None:
-        raise CaptureError(
-            f"cp divides sequences, and {name} is handed an attention_mask, which is of one slice: leave it out, and "
-            "let sequences be of one length, without padding"
-        )
+    for mask in ("attention_mask", "decoder_attention_mask"):
+        if kwargs.get(mask) is not None:
+            raise CaptureError(
+                f"cp divides sequences, and {name} is handed {mask}=, which is of one slice: leave it out, and let "
+                "sequences be of one length, without padding"
+            )
     if kwargs.get("logits_to_keep"):
         raise CaptureError(
             f"cp divides sequences, and {name} would keep the last logits of its slice: no logits_to_keep"
@@ -112,7 +135,7 @@ def _check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -136,5 +159,48 @@ def _attention(
     for name in _CHANGES:
         if options.get(name) is not None:
             raise CaptureError(f"cp divides sequences, and attention has {name}={options[name]}, not known there")
+    if module.config.model_type == _T5:
+        return _biased(module, query, key, value, **options), None
     found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return found
+
+
+def _biased(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    position_bias: torch.Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Attention of a T5's layer. Between decoder and encoder nothing is added: the bias is zeros."""
+    is_across = module.is_decoder and not module.is_causal
+    bias = None if is_across else position_bias
+    return attend_to_whole(query, key, value, bias, dropout, scaling).transpose(1, 2).contiguous()
+
+
+def _bias_of_slice(
+    module: Any, num_slices: int, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
+) -> torch.Tensor:
+    """The bias of a T5's layer for its slice's queries and all keys, of which a decoder sees no later ones.
+
+    Returns:
+        [1, heads, query_length, num_slices x key_length].
+
+    Raises:
+        CaptureError: where keys of earlier calls are kept.
+    """
+    if query_length != key_length or past_seen_tokens:
+        raise CaptureError("cp divides sequences, and keys of earlier calls are of one slice: no past_key_values")
+    distances = relative_positions(torch.empty(0, device=device), query_length, num_slices)
+    buckets = module._relative_position_bucket(
+        distances,
+        bidirectional=not module.is_decoder,
+        num_buckets=module.relative_attention_num_buckets,
+        max_distance=module.relative_attention_max_distance,
+    )
+    bias: torch.Tensor = module.relative_attention_bias(buckets).permute(2, 0, 1).unsqueeze(0)
+    return bias.masked_fill(distances > 0, -torch.inf) if module.is_decoder else bias

@@ -108,7 +108,7 @@ def test_ranks_with_slices_make_that_plan(name: str, two_ranks: Pool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "hf_bert", "gpt_wrapped"])
+@pytest.mark.parametrize("name", ["llama", "hf_bert", "gpt_wrapped", "hf_t5"])
 def test_slices_beside_data_ranks_make_that_plan(name: str, four_ranks: Pool) -> None:
     check_slices(Sliced(name, SHARD_AND_CP, accumulate=2), four_ranks, 4)
 

@@ -11,7 +11,8 @@ This is context parallelism by all-gather, as Llama 3 was trained with ("The Lla
 shapes are the same on all ranks, and so are the plans; queries of the first slices meet keys that count as nothing.
 
 Causal attention runs slice by slice, by kernels without masks (`chunkc.capture.attention.slice_by_slice`). Where none
-serves, as with dropout, a mask is made for some queries at a time, so that it takes `MASK_NBYTES` at most.
+serves, as with dropout, a mask is made for some queries at a time, so that it takes `MASK_NBYTES` at most. A bias comes
+from a model that knows of slices (`chunkc.capture.attention.whole`), and has a row for each query of the slice.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from chunkc._torch_compat.symbolic import size_hint
 from chunkc.capture.attention.kernels import Capability
 from chunkc.capture.attention.slice_by_slice import attend_slice_by_slice, slice_kernel
 from chunkc.capture.attention.tracing import attend as attend_on_gpu
+from chunkc.capture.attention.whole import attend_to_whole, relative_positions, relative_positions_of
 from chunkc.errors import CaptureError
 
 MASK_NBYTES: Final = 64 << 20
@@ -38,6 +40,7 @@ MASK_NBYTES: Final = 64 << 20
 _SEQUENCE: Final = -2
 """Dimension of queries, keys and values."""
 _NAMES: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_NAMES_OF_WHOLE: Final = ("query", "key", "value", "attn_mask", "dropout_p", "scale")
 _OTHERS: Final = ("multi_head_attention_forward", "scaled_dot_product", "flex_attention")
 """Parts of the names of functions that are attention, too."""
 
@@ -56,7 +59,7 @@ def attend_across(
     """
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     nodes = [node for graph in graphs for node in graph.nodes]
-    calls = [node for node in nodes if node.target is F.scaled_dot_product_attention]
+    calls = [node for node in nodes if node.target in (F.scaled_dot_product_attention, attend_to_whole)]
     if not calls:
         raise CaptureError(
             f"cp={line.size} divides sequences, and this forward calls no scaled_dot_product_attention, the one "
@@ -68,7 +71,10 @@ def attend_across(
     slices = {node for node in handed_in if isinstance(dynamo_value(node), torch.Tensor)}
     _refuse_own_positions(module, slices, lengths)
     for call in calls:
-        _replace(call, line, gpu)
+        _replace_attention(call, line, gpu)
+    for node in nodes:
+        if node.target is relative_positions:
+            _replace(node, relative_positions_of, node.args, {**node.kwargs, "place": line.place})
     for part in module.modules():
         if isinstance(part, GraphModule):
             part.graph.lint()
@@ -76,10 +82,11 @@ def attend_across(
 
 
 def _lengths(call: Node) -> set[int]:
-    """The length of queries and keys; CaptureError where they differ, as with keys that are of no slice."""
+    """The lengths of queries and keys; CaptureError where they differ and keys may be of no slice."""
     named: dict[str, Any] = dict(zip(_NAMES, call.args, strict=False)) | call.kwargs
     found = {size_hint(dynamo_value(named[name]).shape[_SEQUENCE]) for name in ("query", "key")}
-    if len(found) > 1 or found == {1}:
+    may_differ = call.target is attend_to_whole
+    if (len(found) > 1 and not may_differ) or 1 in found:
         raise CaptureError(
             f"cp divides sequences, and attention has queries and keys of lengths {sorted(found)}: both must be as "
             "long as a slice, of two positions or more"
@@ -121,7 +128,7 @@ def _refuse_own_positions(module: GraphModule, given: set[Node], lengths: set[in
         value = dynamo_value(node)
         if node in given or isinstance(value, torch.SymInt):
             continue
-        if any(source in given for source in node.all_input_nodes):
+        if node.target is relative_positions or any(source in given for source in node.all_input_nodes):
             given.add(node)
         elif node.op != "placeholder" and node.users and isinstance(value, torch.Tensor):
             if _num_along(value, lengths) and lengths.intersection(_numbers(node)):
@@ -152,20 +159,23 @@ class AttentionOfSlices(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Raises CaptureError for attention with a mask, and for other attention."""
-        if function is not F.scaled_dot_product_attention:
+        if function is relative_positions:
+            return relative_positions_of(*args, **(kwargs or {}), place=self._line.place)
+        if function not in (F.scaled_dot_product_attention, attend_to_whole):
             if any(part in str(getattr(function, "__name__", "")) for part in _OTHERS):
                 raise CaptureError(f"cp divides sequences, and {function.__name__} sees one slice")
             return function(*args, **(kwargs or {}))
-        operands, options = _operands(args, kwargs or {}, self._line)
+        operands, options = _operands(function, args, kwargs or {}, self._line)
         return attention_of_slice(*operands, **options)
 
 
 def _operands(
-    args: tuple[Any, ...], kwargs: dict[str, Any], line: ContextLine
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], line: ContextLine
 ) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-    """Arguments of `attention_of_slice` for those of attention; CaptureError where they have a mask."""
-    given = dict(zip(_NAMES, args, strict=False)) | kwargs
-    if given.pop("attn_mask", None) is not None:
+    """Arguments of `attention_of_slice`; CaptureError where a mask may be of one slice."""
+    is_whole = function is attend_to_whole
+    given = dict(zip(_NAMES_OF_WHOLE if is_whole else _NAMES, args, strict=False)) | kwargs
+    if not is_whole and given.pop("attn_mask", None) is not None:
         raise CaptureError(
             "cp divides sequences, and attention is handed a mask, which is of one slice: sequences must be of one "
             "length, without padding, and attention causal by is_causal=True or of all positions"
@@ -174,12 +184,16 @@ def _operands(
     return operands, {**given, "group_name": line.group_name, "size": line.size, "place": line.place}
 
 
-def _replace(call: Node, line: ContextLine, gpu: Capability | None) -> None:
-    operands, options = _operands(call.args, call.kwargs, line)
+def _replace_attention(call: Node, line: ContextLine, gpu: Capability | None) -> None:
+    operands, options = _operands(call.target, call.args, call.kwargs, line)
     if gpu is not None:
         options["gpu"] = gpu
+    _replace(call, attention_of_slice, operands, options)
+
+
+def _replace(call: Node, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with call.graph.inserting_before(call):
-        found = call.graph.call_function(attention_of_slice, operands, options)
+        found = call.graph.call_function(target, args, kwargs)
     found.meta = call.meta.copy()
     call.replace_all_uses_with(found)
     call.graph.erase_node(call)
@@ -193,6 +207,7 @@ def attention_of_slice(
     group_name: str,
     size: int,
     place: int,
+    attn_mask: torch.Tensor | None = None,
     is_causal: bool = False,
     gpu: Capability | None = None,
     **options: Any,
@@ -202,6 +217,7 @@ def attention_of_slice(
     Args:
         query: [..., heads, length, width]; key, value: the same with their own heads, and length where not causal.
         group_name: of the ranks, in the order of their slices.
+        attn_mask: [..., heads, length, size x length of keys], added to scores; not where ``is_causal``.
         gpu: by whose kernel, on fake tensors.
         options: those of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -220,7 +236,8 @@ def attention_of_slice(
     if gpu is not None and not query.is_cuda:
         attend = partial(attend_on_gpu, gpu=gpu)
     if not is_causal:
-        return attend(query, whole_key, whole_value, **options)
+        mask = None if attn_mask is None else _autocast(attn_mask)
+        return attend(query, whole_key, whole_value, attn_mask=mask, **options)
     return _masked(partial(attend, **options), query, whole_key, whole_value, line)
 
 

@@ -200,7 +200,7 @@ def test_what_follows_from_slices_is_not(
 
 
 @pytest.mark.parametrize("num_slices", [2, 4])
-@pytest.mark.parametrize("name", ["gpt", "hf_qwen3", "gpt_folded"])
+@pytest.mark.parametrize("name", ["gpt", "hf_qwen3", "gpt_folded", "hf_t5_even"])
 def test_all_ranks_capture_the_same_schedule(name: str, num_slices: int) -> None:
     """Of heads that are grouped or not, and with masks: the ranks plan by it, each for itself."""
     work = Sliced(name)

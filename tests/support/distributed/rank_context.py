@@ -10,7 +10,7 @@ from models import Batch, Case, loss_of
 from parallel_models import NUM_HEADS, PARALLEL_CASES, Attention, Gpt, batches
 from rank_tensor import DoneParallel, mesh_of, received_nbytes, text_of, train_steps
 from rank_training import GIB, QUICK, ROOMY, machine_of
-from tiny_transformers import TINY_BERT, TINY_LLAMA
+from tiny_transformers import TINY_BERT, TINY_GEMMA3, TINY_LLAMA
 from torch import nn
 from training import Recipe
 
@@ -67,6 +67,17 @@ def typed() -> list[Batch]:
     return [{**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])} for batch in found]
 
 
+def answered(length: int) -> list[Batch]:
+    """Batches for T5: questions of twelve tokens, and answers of ``length``, shifted behind a first token."""
+    found = list[Batch]()
+    for batch in DIVIDED_CASES["t5"].batches():
+        tokens = batch["input_ids"]
+        answer = tokens.flip(1)[:, :length].contiguous()
+        found.append({"input_ids": tokens, "labels": answer, "decoder_input_ids": answer.roll(1, 1)})
+        found[-1]["decoder_input_ids"][:, 0] = 0
+    return found
+
+
 class Wrapped(nn.Module):
     """A module of the user's around a model of transformers, with activation checkpointing."""
 
@@ -93,6 +104,8 @@ CONTEXT_CASES: dict[str, Case] = {
     "hf_gpt2": Case("hf_gpt2", DIVIDED_CASES["gpt2"].build, lambda: shifted("gpt2")),
     "hf_qwen3": Case("hf_qwen3", DIVIDED_CASES["qwen3"].build, lambda: shifted("qwen3")),
     "hf_bert": Case("hf_bert", masked_bert, typed),
+    "hf_t5": Case("hf_t5", DIVIDED_CASES["t5"].build, lambda: answered(6)),
+    "hf_t5_even": Case("hf_t5_even", DIVIDED_CASES["t5_gated"].build, lambda: answered(12)),
 }
 
 
@@ -220,6 +233,8 @@ def refusals() -> dict[str, str]:
     packed = {**tokens, "position_ids": tokens["position_ids"] % 3}
     unshifted = {name: value for name, value in tokens.items() if name != "shift_labels"}
     unplaced = {name: value for name, value in tokens.items() if name != "position_ids"}
+    answers = placed_part("hf_t5")
+    questions = answers["input_ids"]
     windowed = seeded(replace(TINY_LLAMA, config={**TINY_LLAMA.config, "model_type": "mistral"}), sliding_window=4)
     calls: dict[str, Callable[[], object]] = {
         "scores": lambda: chunkc.compile(Scores(), ROOMY, mesh="cp=2")(x),
@@ -241,7 +256,9 @@ def refusals() -> dict[str, str]:
             **tokens, attention_mask=torch.ones_like(tokens["input_ids"])
         ),
         "window": lambda: chunkc.compile(windowed, ROOMY, mesh="cp=2")(**tokens),
-        "architecture": lambda: chunkc.compile(DIVIDED_CASES["t5"].build(), ROOMY, mesh="cp=2"),
+        "answers": lambda: compiled(Sliced("hf_t5"), ROOMY)(input_ids=questions, labels=questions),
+        "padded answers": lambda: compiled(Sliced("hf_t5"), ROOMY)(**answers, decoder_attention_mask=questions),
+        "architecture": lambda: chunkc.compile(seeded(TINY_GEMMA3), ROOMY, mesh="cp=2"),
     }
     for name, call in calls.items():
         try:
