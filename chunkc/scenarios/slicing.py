@@ -185,7 +185,7 @@ def _biased(
 def _bias_of_slice(
     module: Any, num_slices: int, query_length: int, key_length: int, device: Any = None, past_seen_tokens: Any = 0
 ) -> torch.Tensor:
-    """The bias of a T5's layer for its slice's queries and all keys, of which a decoder sees no later ones.
+    """The bias of a T5's layer for its slice's queries and all keys. A decoder sees no later ones.
 
     Returns:
         [1, heads, query_length, num_slices x key_length].

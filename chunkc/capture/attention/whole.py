@@ -1,4 +1,4 @@
-"""Functions by which a forward says what a slice needs of whole sequences, where ranks divide sequences.
+"""Functions by which a forward says what a slice needs of whole sequences (context parallelism).
 
 A model's own code sees its slice alone: it cannot make a bias for keys that other ranks have, nor know where its slice
 begins. So chunkc's attention of such a model calls these. In a graph they are replaced by operators of the rank's slice
@@ -32,7 +32,7 @@ def attend_to_whole(
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of a slice's queries to keys of whole sequences, of which slices are handed in.
+    """Attention of a slice's queries to keys of whole sequences.
 
     Args:
         query: [batch, heads, queries, width].
