@@ -50,7 +50,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "weights": FOUNDATION | {"runtime"},
     "checkpoint": MIDDLE | {"weights"},
     "scenarios": MIDDLE | {"compiler", "passes", "report", "scenarios.models"},
-    "scenarios.models": BOTTOM,
+    "scenarios.models": FOUNDATION,
     "calibrate": MIDDLE | {"compiler", "report"},
     "exit_signals": {"errors"},
     "api": UPPER,

@@ -28,6 +28,8 @@ class Box:
     sizes: tuple[int, ...]
     part: int
     first: int
+    within: tuple[Box, int] | None = None
+    """A box of blocks, of which this is the one with that number: then its elements do not follow each other."""
 
     @property
     def numel(self) -> int:
@@ -35,11 +37,24 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Equal blocks along ``dim``, of each of which every rank has its part."""
+
+    dim: int
+    num: int
+
+    def split(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Sizes with the number of blocks before that of a block."""
+        return (*sizes[: self.dim], self.num, sizes[self.dim] // self.num, *sizes[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Where a part of a tensor of ``shape`` begins."""
+    """Where a part of a tensor of ``shape`` begins; with ``blocks``, in the order of ranks."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    blocks: Blocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,8 @@ class Share:
 
     def boxes(self) -> tuple[Box, ...]:
         """The ranges as boxes, in order; that of a whole tensor without elements is a box without elements."""
+        if self.place is not None and self.place.blocks is not None:
+            return tuple(self._boxes_by_block(self.place, self.place.blocks))
         origin = (0,) * len(self.shape) if self.place is None else self.place.offsets
         if not math.prod(self.shape):
             return tuple(Box(origin, self.shape, i, 0) for i in range(len(self.ranges)))
@@ -81,6 +98,24 @@ class Share:
             for part, (first, end) in enumerate(self.ranges)
             for begin, offsets, lengths in _boxes(sizes, first, end)
         )
+
+    def _split(self, place: Place, blocks: Blocks) -> Share:
+        """The share with one dimension more, that of blocks, along which its part is in one piece."""
+        stride = self.stride[blocks.dim]
+        inner = self.shape[blocks.dim] // blocks.num
+        strides = (*self.stride[: blocks.dim], inner * stride, stride, *self.stride[blocks.dim + 1 :])
+        offset = place.offsets[blocks.dim] // blocks.num
+        offsets = (*place.offsets[: blocks.dim], 0, offset, *place.offsets[blocks.dim + 1 :])
+        return Share(blocks.split(self.shape), strides, self.ranges, Place(blocks.split(place.shape), offsets))
+
+    def _boxes_by_block(self, place: Place, blocks: Blocks) -> Iterator[Box]:
+        dim, size = blocks.dim, place.shape[blocks.dim] // blocks.num
+        for box in self._split(place, blocks).boxes():
+            sizes = (*box.sizes[:dim], *box.sizes[dim + 1 :])
+            for number in range(box.sizes[dim]):
+                offset = (box.offsets[dim] + number) * size + box.offsets[dim + 1]
+                offsets = (*box.offsets[:dim], offset, *box.offsets[dim + 2 :])
+                yield Box(offsets, sizes, box.part, box.first, (box, number))
 
     def empty(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty(end - first, dtype=dtype, device="cpu") for first, end in self.ranges)
@@ -95,6 +130,9 @@ class Share:
 
     def view(self, flats: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
         """The elements of ``box``, in its shape, where they stand in the ``flats`` of all ranges."""
+        if box.within is not None and self.place is not None and self.place.blocks is not None:
+            outer, number = box.within
+            return self._split(self.place, self.place.blocks).view(flats, outer).select(self.place.blocks.dim, number)
         order = self._order()
         dense = flats[box.part][box.first : box.first + box.numel].view([box.sizes[dim] for dim in order])
         return dense.permute([order.index(dim) for dim in range(len(order))])
@@ -145,5 +183,6 @@ def _added(origin: Sequence[int], offsets: Sequence[int]) -> tuple[int, ...]:
 def share_of(parameters: Parameters, index: int, ranges: tuple[tuple[int, int], ...]) -> Share:
     """``ranges`` of what this rank has of a parameter: the tensor, or its part along ``tp``."""
     info, shard = parameters.infos[index], parameters.shards.get(index)
-    place = None if shard is None else Place(tuple(shard.shape), shard.offsets)
+    blocks = Blocks(shard.divided_dim, shard.num_blocks) if shard is not None and shard.num_blocks > 1 else None
+    place = None if shard is None else Place(tuple(shard.shape), shard.offsets, blocks)
     return Share(info.shape, info.stride, ranges, place)

@@ -22,7 +22,6 @@ from chunkc.cli.subjects import (
     fake_ranks,
     quietly,
     scenario_of,
-    tell_caveat,
     title_of,
     transformer_of,
 )
@@ -65,7 +64,6 @@ def _run(args: argparse.Namespace) -> int:
         tried = _candidates(args, scenarios)
     began_s = time.perf_counter()
     answer = _told(best_of(tried)) if tried else answer_of(args, scenarios)
-    tell_caveat(answer)
     if answer.plan is not None:
         if args.save:
             save(answer.plan, args.save)

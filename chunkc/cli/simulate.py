@@ -16,7 +16,6 @@ from chunkc.cli.subjects import (
     fake_ranks,
     is_plan_file,
     refuse_model_options,
-    tell_caveat,
 )
 from chunkc.distributed.mesh import AUTO
 from chunkc.errors import ChunkcError
@@ -67,7 +66,6 @@ def _of_model(args: argparse.Namespace) -> tuple[Plan, Timeline] | None:
         raise ChunkcError("--mesh auto is of `chunkc plan`, which names the mesh that it has chosen: give that")
     with fake_ranks(args):
         answer = answer_of(args, Scenarios(tell))
-        tell_caveat(answer)
     if answer.plan is None:
         return None
     if answer.timeline is None:

@@ -27,7 +27,6 @@ from chunkc.scenarios.models import (
     FAMILIES,
     Transformer,
     built_in,
-    caveat,
     from_config_file,
 )
 from chunkc.scenarios.scenario import RECOMPUTATION, Answer, Scenario, Scenarios, policies, priced
@@ -182,13 +181,6 @@ def fake_ranks(args: argparse.Namespace) -> Iterator[None]:
         return
     with fake_job(Hardware.of(args.hw).num_ranks(args.world_size)):
         yield
-
-
-def tell_caveat(answer: Answer) -> None:
-    """Say on standard error how a model that is planned along ``tp`` differs from the one trained."""
-    scenario = answer.scenario
-    if scenario is not None and scenario.ranks.num_tensor > 1 and caveat(scenario.model):
-        tell(one_line(caveat(scenario.model)))
 
 
 def title_of(args: argparse.Namespace, answer: Answer) -> str:

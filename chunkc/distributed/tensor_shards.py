@@ -8,36 +8,75 @@ model's operators, state dicts and loaded values have the whole:
                         └ `TensorShard.whole`, in a state dict
     loaded value ─ `TensorShard.part` ─ chunks
 
+A matrix whose columns are several blocks, such as queries, keys and values, is divided block by block. The DTensor that
+operators see then has its columns in the order of ranks, as Megatron-LM keeps them, and all others in that of blocks:
+
+    state dicts, checkpoints, loaded values    Q0 Q1  K0 K1  V0 V1
+    the model's operators                      Q0 K0 V0  Q1 K1 V1
+
 Import this module only where a model has DTensors: torch's takes a while.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from chunkc._torch_compat.distributed import DeviceMesh
 from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import ChunkcError
 
+_NUM_BLOCKS: Final = "chunkc_num_blocks"
+"""The attribute of a DTensor that is divided block by block."""
+
+
+def divided(param: nn.Parameter, mesh: DeviceMesh, placement: Placement, num_blocks: int = 1) -> nn.Parameter:
+    """A DTensor in place of ``param``, of each of whose blocks every rank has its part.
+
+    Args:
+        param: with ``num_blocks`` equal blocks along the dimension that ``placement`` divides.
+        mesh: of one dimension.
+    """
+    whole = param.detach()
+    if num_blocks > 1 and isinstance(placement, Shard):
+        whole = _regrouped(whole, placement.dim, num_blocks, mesh.size())
+    found = nn.Parameter(distribute_tensor(whole, mesh, [placement]), requires_grad=param.requires_grad)
+    setattr(found, _NUM_BLOCKS, num_blocks)
+    return found
+
+
+def _regrouped(whole: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
+    """``outer`` groups of ``inner`` parts along ``dim``, as ``inner`` groups of ``outer`` parts."""
+    groups = whole.view(*whole.shape[:dim], outer, inner, -1, *whole.shape[dim + 1 :])
+    return groups.transpose(dim, dim + 1).reshape(whole.shape)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
-    """Where this rank's part of a tensor of ``shape`` and ``stride`` lies along dimensions of ``mesh``."""
+    """Where this rank's part of a tensor of ``shape`` and ``stride`` lies along dimensions of ``mesh``.
+
+    ``num_blocks``: of which a rank has a part each; 1 where its part is in one piece.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    num_blocks: int = 1
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorShard:
         """The place of a DTensor's part; TypeError for another tensor."""
         if not isinstance(tensor, DTensor):
             raise TypeError(f"not a DTensor: {type(tensor).__name__}")
-        return TensorShard(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+        num_blocks = getattr(tensor, _NUM_BLOCKS, 1)
+        return TensorShard(
+            tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()), num_blocks
+        )
 
     @property
     def is_divided(self) -> bool:
@@ -45,8 +84,16 @@ class TensorShard:
         return any(isinstance(placement, Shard) for placement in self.placements)
 
     @property
+    def divided_dim(self) -> int:
+        """The dimension that is divided; ValueError where none is."""
+        for placement in self.placements:
+            if isinstance(placement, Shard):
+                return placement.dim
+        raise ValueError(f"ranks have copies: {self.placements}")
+
+    @property
     def offsets(self) -> tuple[int, ...]:
-        """Where this rank's part begins in the whole tensor."""
+        """Where this rank's part begins in the DTensor that operators see."""
         offsets, places = [0] * len(self.shape), self.mesh.get_coordinate() or ()
         for placement, place, size in zip(self.placements, places, self.mesh.shape, strict=True):
             if isinstance(placement, Shard):
@@ -67,7 +114,7 @@ class TensorShard:
             found = ", ".join(map(str, self.placements))
             raise ChunkcError(f"parameter {name} has placements {found}; supported are Shard and Replicate")
         for placement in self.placements:
-            if isinstance(placement, Shard) and self.shape[placement.dim] % len(line):
+            if isinstance(placement, Shard) and self.shape[placement.dim] % (len(line) * self.num_blocks):
                 raise ChunkcError(
                     f"parameter {name} of shape {tuple(self.shape)} does not divide evenly into {len(line)} parts "
                     f"along dimension {placement.dim}: pad it, or leave it out of the parallel plan"
@@ -84,12 +131,19 @@ class TensorShard:
         )
 
     def whole(self, value: torch.Tensor) -> DTensor:
-        """`view` of a value that nothing is to be differentiated by."""
-        return self.view(value.detach())
+        """The DTensor of the parts ``value`` in the order of blocks; collective where there are several."""
+        if self.num_blocks == 1:
+            return self.view(value.detach())
+        return distribute_tensor(self.gathered(value), self.mesh, self.placements, src_data_rank=None)
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor of all ranks' parts ``local``; collective among those of the mesh."""
-        return self.whole(local).full_tensor() if self.is_divided else local
+        if not self.is_divided:
+            return local
+        whole = self.view(local.detach()).full_tensor()
+        if self.num_blocks == 1:
+            return whole
+        return _regrouped(whole, self.divided_dim, self.mesh.size(), self.num_blocks)
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``value``, a DTensor in any placement or a whole tensor that all ranks have.
@@ -98,12 +152,14 @@ class TensorShard:
         """
         if value.shape != self.shape:
             return value
-        if not isinstance(value, DTensor):
-            if not self.is_divided:
-                return value
-            value = distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
-        elif value.device_mesh != self.mesh or tuple(value.placements) != self.placements:
+        if isinstance(value, DTensor):
             if any(isinstance(placement, Partial) for placement in value.placements):
                 raise ChunkcError("a DTensor of sums that are still to be added up cannot be loaded")
-            value = distribute_tensor(value.full_tensor(), self.mesh, self.placements, src_data_rank=None)
-        return value.to_local()
+            if self.num_blocks == 1 and value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
+                return value.to_local()
+            value = value.full_tensor()
+        if not self.is_divided:
+            return value
+        if self.num_blocks > 1:
+            value = _regrouped(value, self.divided_dim, self.num_blocks, self.mesh.size())
+        return distribute_tensor(value, self.mesh, self.placements, src_data_rank=None).to_local()

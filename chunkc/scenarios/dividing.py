@@ -30,7 +30,7 @@ def divided(model: nn.Module, mesh: DeviceMesh | str | None, ranks: RankMesh, de
     are. All ranks of the job call it.
 
     Raises:
-        ChunkcError: for an architecture without a plan, sizes that the ranks do not divide, GPT-2, and GPUs; for one
+        ChunkcError: for an architecture without a plan, sizes that the ranks do not divide, and GPUs; for one
             whose attention over slices is not known.
     """
     with sliced(model, ranks), _divided(model, mesh, ranks, device_type):
@@ -43,14 +43,9 @@ def _divided(model: nn.Module, mesh: DeviceMesh | str | None, ranks: RankMesh, d
     if ranks.num_tensor == 1 or kind is None or any(map(is_dtensor, model.parameters())):
         yield
         return
-    from chunkc.scenarios.models.parallel import needs_ordered_columns, parallelise
+    from chunkc.scenarios.models.parallel import parallelise
 
     name = type(model).__name__
-    if needs_ordered_columns(kind):
-        raise ChunkcError(
-            f"mesh {ranks}: {name} keeps queries, keys and values in the columns of one matrix, which ranks could only "
-            "divide in another order than checkpoints have; use dp_shard, or a model with a matrix for each"
-        )
     if device_type != "cpu":
         raise ChunkcError(
             f"mesh {ranks}: models are divided along tp on emulated devices alone so far, and {name} is to train on "

@@ -118,7 +118,8 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], alia
 
 
 def bytes_of(value: torch.Tensor) -> memoryview:
-    return value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+    dense = value.detach().to("cpu").contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data  # of one element: any stride
 
 
 def _find(path: Path) -> tuple[list[Path], dict[str, Path]]:

@@ -5,20 +5,24 @@ import math
 import random
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from thread_ranks import on_threads
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from chunkc import ChunkcError
 from chunkc.checkpoint.planners import Kept, Wanted, load, load_whole, save, stand_in
-from chunkc.checkpoint.shares import Share
+from chunkc.checkpoint.shares import Blocks, Place, Share
 from chunkc.checkpoint.storage import INDEX_NAME, SafetensorsReader, SafetensorsWriter, digest_of
 from chunkc.distributed.process_group import Ranks
 
@@ -147,6 +151,46 @@ def test_ranges_that_ranks_wrote_are_read_by_any_number_of_ranks(tmp_path: Path,
 
         load(SafetensorsReader(tmp_path), {k: Wanted(torch.float32, s) for k, s in own.items()}, take)
     check(found, wanted)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_parts_of_blocks_are_put_together_in_the_order_of_blocks(data: st.DataObject) -> None:
+    """Of any dimension, over any ranks there and here, cut anywhere in memory order, which is any."""
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    dim, num_blocks = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    there, here = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    shape[dim] *= num_blocks * math.lcm(there, here)
+    wanted = torch.randn(shape)
+    order = data.draw(st.permutations(range(len(shape))))
+    with TemporaryDirectory() as folder:
+        parts = parts_of_blocks(wanted, dim, num_blocks, there, order)
+
+        def write(ranks: Ranks) -> None:
+            share, value = parts[ranks.rank]
+            kept = Kept(value.dtype, share, lambda: share.flats(value))
+            save(SafetensorsWriter(Path(folder), ranks.rank), {"w": kept}, ranks)
+
+        on_threads(there, write)
+        check(read_all(Path(folder), {"w": wanted}), {"w": wanted})
+        for share, value in parts_of_blocks(wanted, dim, num_blocks, here, order):
+            found = dict[str, Sequence[torch.Tensor]]()
+            load(SafetensorsReader(Path(folder)), {"w": Wanted(value.dtype, share)}, found.__setitem__)
+            assert all(map(torch.equal, found["w"], share.flats(value)))
+
+
+def parts_of_blocks(
+    whole: torch.Tensor, dim: int, num_blocks: int, num_ranks: int, order: Sequence[int]
+) -> list[tuple[Share, torch.Tensor]]:
+    """What each rank has: its part of every block, in three ranges; ``order``: of dimensions in memory."""
+    found = []
+    for rank in range(num_ranks):
+        value = torch.cat([block.chunk(num_ranks, dim)[rank] for block in whole.chunk(num_blocks, dim)], dim)
+        value = value.permute(*order).contiguous().permute([order.index(d) for d in range(len(order))])
+        offsets = [rank * value.shape[dim] if d == dim else 0 for d in range(whole.dim())]
+        [share, *_] = cut(tuple(value.shape), value.stride(), 1, rank)
+        found.append((replace(share, place=Place(tuple(whole.shape), tuple(offsets), Blocks(dim, num_blocks))), value))
+    return found
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_is_named(tmp_path: Path) -> None:

@@ -100,19 +100,6 @@ def test_slices_of_a_sequence_are_alike(capsys: pytest.CaptureFixture[str]) -> N
     assert "cp=4 divides sequences into equal slices, and they have 10 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_a_gpt_that_no_job_trains_so_is_planned_with_a_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "gpt.json").write_text(json.dumps({**TINY_GPT.config, "architectures": ["GPT2LMHeadModel"]}))
-    for command, mesh, is_told in (
-        (["plan", *QUICK], "tp=2", True),
-        (["simulate"], "tp=2", True),
-        (["plan", *QUICK], "dp_shard=2", False),
-    ):
-        assert main([command[0], "gpt.json", "--hw", "2xa100-40g-1024g", "--mesh", mesh, *command[1:]]) == 0
-        err = " ".join(capsys.readouterr().err.split())
-        assert ("a job would have to reorder those of a checkpoint" in err) == is_told
-
-
 def test_a_function_parallelises_its_model_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "parallel_mlp.py").write_text(FUNCTION)
     assert main(["plan", "parallel_mlp:build", "--hw", HW, "--mesh", MESH, *QUICK]) == 0

@@ -79,7 +79,7 @@ def test_two_tensor_ranks_train_as_one_process(name: str, two_ranks: Pool) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama_tied", "bert", "qwen3", "t5", *SLOW_DIVIDED])
+@pytest.mark.parametrize("name", ["llama_tied", "bert", "gpt2", "qwen3", "t5", *SLOW_DIVIDED])
 def test_a_model_of_transformers_is_divided_by_its_own_plan(name: str, two_ranks: Pool) -> None:
     """Ties, biases that ranks copy, norms of heads, biases by position, and a vocabulary that is divided or whole."""
     work = Parallel(name, hw=None, is_text=True)
@@ -153,17 +153,19 @@ def test_micro_batches(two_ranks: Pool) -> None:
 
 
 @pytest.mark.long
-def test_state_dicts_hold_dtensors_and_load(two_ranks: Pool) -> None:
-    for found in two_ranks.run(reload):
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_state_dicts_hold_dtensors_and_load(name: str, two_ranks: Pool) -> None:
+    for found in two_ranks.run(reload, name):
         assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # as no_dist asks
-def test_what_two_ranks_save_is_loaded_by_one(tmp_path: Path, two_ranks: Pool) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_two_ranks_save_is_loaded_by_one(name: str, tmp_path: Path, two_ranks: Pool) -> None:
     """By torch.distributed.checkpoint, which has whole tensors of any mesh under the model's own names."""
-    values = two_ranks.run(save_by_torch, str(tmp_path))[0]
-    state = PARALLEL_CASES["llama"].build().state_dict()
+    values = two_ranks.run(save_by_torch, name, str(tmp_path))[0]
+    state = Parallel(name).case.build().state_dict()
     torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
     assert state.keys() == values.keys() and all(torch.equal(state[name], values[name]) for name in state)
 

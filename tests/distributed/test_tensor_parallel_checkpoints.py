@@ -28,7 +28,7 @@ from training import Trained
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
 SHARD, FOUR, TENSOR_FOUR = (("dp_shard", 2),), (("dp_shard", 4),), (("tp", 4),)
-NAMES = ["llama_sequence", pytest.param("gpt", marks=SLOW)]
+NAMES = ["llama_sequence", "gpt2", pytest.param("gpt", marks=SLOW)]
 TOLERANCE = 1e-4
 
 
@@ -118,7 +118,7 @@ def test_a_model_of_another_shape_is_refused_by_whole_shapes(tmp_path: Path, two
 
 @pytest.mark.long
 @pytest.mark.parametrize("on_meta", [False, True])
-@pytest.mark.parametrize("name", [pytest.param("llama_tied", marks=SLOW), "llama_untied", "bert"])
+@pytest.mark.parametrize("name", [pytest.param("llama_tied", marks=SLOW), "llama_untied", "bert", "gpt2"])
 def test_tensor_ranks_load_the_weights_of_a_whole_model(
     name: str, on_meta: bool, tmp_path: Path, two_ranks: Pool
 ) -> None:
@@ -145,7 +145,7 @@ def test_weights_that_files_lack_are_not_drawn_by_tensor_ranks(tmp_path: Path, t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama_tied", pytest.param("bert", marks=SLOW)])
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", pytest.param("bert", marks=SLOW)])
 def test_transformers_load_what_tensor_ranks_save(name: str, tmp_path: Path, two_ranks: Pool) -> None:
     found = two_ranks.run(save_for_transformers, name, tmp_path)
     plain = type(DIVIDED_CASES[name].build()).from_pretrained(tmp_path)
@@ -156,7 +156,7 @@ def test_transformers_load_what_tensor_ranks_save(name: str, tmp_path: Path, two
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize("name", ["llama", "gpt", "gpt2"])
 @pytest.mark.parametrize("mesh", [FOUR, TENSOR_FOUR, ALONE], ids=["dp_shard=4", "tp=4", "alone"])
 def test_four_ranks_save_what_any_mesh_loads(
     name: str, mesh: tuple[tuple[str, int], ...], tmp_path: Path, four_ranks: Pool

@@ -95,7 +95,6 @@ def test_a_model_that_its_user_has_divided_is_left() -> None:
 
 
 REFUSED = {
-    "gpt2": ("cpu", "columns of one matrix, which ranks could only divide in another order than checkpoints have"),
     "llama_tied": ("cuda", "on emulated devices alone so far, and LlamaForCausalLM is to train on cuda"),
 }
 

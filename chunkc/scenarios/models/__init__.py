@@ -1,7 +1,7 @@
 """Models to plan by name: GPT-2-like and BERT-like models by size, and Hugging Face configurations."""
 
 from chunkc.scenarios.models.catalogue import FAMILIES, NAMES, built_in, family
-from chunkc.scenarios.models.parallel import caveat, parallelise
+from chunkc.scenarios.models.parallel import parallelise
 from chunkc.scenarios.models.transformer import CONFIG_MAX_NBYTES, Transformer, checkpoint_layers, from_config_file
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "NAMES",
     "Transformer",
     "built_in",
-    "caveat",
     "checkpoint_layers",
     "family",
     "from_config_file",

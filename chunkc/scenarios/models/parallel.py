@@ -3,9 +3,8 @@
 transformers has the plan of an architecture beside its code, by names of modules in which ``*`` is the number of a
 layer. It has none for BERT, GPT-2 and T5, whose plans stand here.
 
-GPT-2's attention keeps queries, keys and values side by side in the columns of one matrix. A rank takes the columns
-that it has for those of its own heads: the matrix is one whose columns are ordered by rank, as Megatron-LM keeps it. So
-a plan holds for transformers' GPT-2, and weights of a checkpoint would have to be reordered.
+GPT-2's attention keeps queries, keys and values side by side in the columns of one matrix, of each of which a rank has
+those of its heads.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from chunkc._torch_compat.collectives import is_dtensor
 from chunkc.errors import ChunkcError
-from chunkc.scenarios.models.transformer import Transformer
 
 _BERT_LAYER: Final = "bert.encoder.layer.*."
 _GPT_LAYER: Final = "transformer.h.*."
@@ -43,7 +42,7 @@ _OWN: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
         },
         "gpt2": {
             "transformer.wte": "embedding_rowwise",
-            f"{_GPT_LAYER}attn.c_attn": "conv1d_columns",
+            f"{_GPT_LAYER}attn.c_attn": "conv1d_three_blocks",
             f"{_GPT_LAYER}attn.c_proj": "conv1d_rows",
             f"{_GPT_LAYER}mlp.c_fc": "conv1d_columns",
             f"{_GPT_LAYER}mlp.c_proj": "conv1d_rows",
@@ -62,9 +61,8 @@ _ACROSS_VOCABULARY: Final = ("embedding_rowwise", "colwise_gather_output", "colw
 """Styles that divide the vocabulary, between whole inputs and outputs: layers may do without."""
 _HEADS: Final = ("num_attention_heads", "num_key_value_heads")
 _COUNTS_OF_A_RANK: Final[Mapping[str, str]] = MappingProxyType({"gpt2": "split_size", "t5": "n_heads"})
-"""The attribute of modules that counts what one rank has: GPT-2's attention splits its own columns in three, and T5's
-makes a bias of zeros for its own heads."""
-_ORDERED_COLUMNS: Final = frozenset({"gpt2"})
+"""The attribute of divided modules that counts what one rank has: GPT-2's attention splits its own columns in three,
+and T5's makes a bias of zeros for its own heads."""
 _OF_HEADS: Final = "replicated_with_grad_allreduce"
 _NORMS_OF_HEADS: Final = frozenset({"qwen3", "gemma3_text"})
 """Architectures that are compared with one process. Others with norms of heads may have more between divided layers:
@@ -99,23 +97,8 @@ def parallelise(model: nn.Module, label: str, line: Any) -> None:
     _tie(label, tied)
     counted = _COUNTS_OF_A_RANK.get(str(config.model_type))
     for module in model.modules():
-        if counted is not None and hasattr(module, counted):
+        if counted is not None and hasattr(module, counted) and any(map(is_dtensor, module.parameters())):
             setattr(module, counted, getattr(module, counted) // size)
-
-
-def needs_ordered_columns(kind: str) -> bool:
-    """Whether models of a ``model_type`` are divided right only with columns in the order of ranks."""
-    return kind in _ORDERED_COLUMNS
-
-
-def caveat(transformer: Transformer) -> str:
-    """The difference between a model as it is planned along ``tp`` and as it is trained, if any."""
-    if not needs_ordered_columns(str(transformer.config.get("model_type"))):
-        return ""
-    return (
-        f"along tp {transformer.label} is planned with the columns of queries, keys and values in the order of ranks: "
-        "a job would have to reorder those of a checkpoint, and chunkc.compile does not do that"
-    )
 
 
 def _plan_of(model: Any, label: str) -> Mapping[str, str]:
@@ -151,6 +134,7 @@ def _styles(label: str, plan: Mapping[str, str], *, is_divided: bool, norms_head
         "colwise_gather_output": lambda: parallel.ColwiseParallel(output_layouts=whole),
         "colwise_rep": lambda: parallel.ColwiseParallel(output_layouts=whole),
         "conv1d_columns": lambda: _own_styles().Conv1DColumns(),
+        "conv1d_three_blocks": lambda: _own_styles().Conv1DColumns(num_blocks=3),
         "conv1d_rows": lambda: _own_styles().Conv1DRows(),
     }
     if norms_heads:

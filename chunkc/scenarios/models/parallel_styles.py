@@ -20,15 +20,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from chunkc.distributed.tensor_shards import divided
 
 
 class Conv1DColumns(ParallelStyle):
-    """Ranks have equal parts of the outputs: see the module docstring."""
+    """Ranks have equal parts of the outputs: see the module docstring.
+
+    ``num_blocks``: of the outputs, such as queries, keys and values, of each of which every rank has its part.
+    """
+
+    def __init__(self, num_blocks: int = 1) -> None:
+        super().__init__()
+        self._num_blocks = num_blocks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _divided(module, device_mesh, weight=Shard(1), bias=Shard(0), inputs=Replicate(), outputs=Shard(-1))
+        placements = {"weight": Shard(1), "bias": Shard(0), "inputs": Replicate(), "outputs": Shard(-1)}
+        return _divided(module, device_mesh, **placements, num_blocks=self._num_blocks)
 
 
 class Conv1DRows(ParallelStyle):
@@ -50,15 +60,21 @@ class HeadNorm(ParallelStyle):
 
 
 def _divided(
-    module: nn.Module, mesh: DeviceMesh, *, weight: Placement, bias: Placement, inputs: Placement, outputs: Placement
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    weight: Placement,
+    bias: Placement,
+    inputs: Placement,
+    outputs: Placement,
+    num_blocks: int = 1,
 ) -> nn.Module:
     """Give ``module`` DTensors as parameters, between tensors placed as ``inputs`` and ``outputs`` say."""
     placements = {"weight": weight, "bias": bias}
 
     def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
         for name, param in list(part.named_parameters(recurse=False)):
-            divided = distribute_tensor(param, mesh, [placements[name]])
-            part.register_parameter(name, nn.Parameter(divided, requires_grad=param.requires_grad))
+            part.register_parameter(name, divided(param, mesh, placements[name], num_blocks))
 
     def take(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor]:
         return (DTensor.from_local(args[0], mesh, [inputs], run_check=False),)
@@ -68,5 +84,5 @@ def _divided(
         return local
 
     distribute: Any = distribute_module  # whose annotation has hooks that return nothing
-    divided: nn.Module = distribute(module, mesh, divide, take, give)
-    return divided
+    changed: nn.Module = distribute(module, mesh, divide, take, give)
+    return changed

@@ -127,6 +127,17 @@ def test_a_plan_holds_for_models_with_other_heads(pair: None) -> None:
         assert parts(model)[name] == (16, 32)
 
 
+def test_attention_to_another_model_stays_whole(pair: None) -> None:
+    """That of GPT-2 is in no plan; it goes on to split all of its columns."""
+    config = {key: value for key, value in TINY_GPT.config.items() if key != "model_type"}
+    model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, add_cross_attention=True))
+    parallelise(model, "gpt-cross", first_line(2, "tp"))
+    layer = model.transformer.h[0]
+    assert (layer.attn.split_size, layer.crossattention.split_size) == (16, 32)
+    assert parts(model)["transformer.h.0.attn.c_attn.weight"] == (32, 48)
+    assert "transformer.h.0.crossattention.c_attn.weight" not in parts(model)
+
+
 REFUSED: dict[str, tuple[Callable[[], Transformer], str]] = {
     "opt": (
         lambda: TINY_OPT,

@@ -9,17 +9,13 @@ from chunkc._torch_compat.fake_job import first_line
 from chunkc.scenarios.models import Transformer, parallelise
 
 FUSED = ".c_attn."
-"""In names of GPT-2's matrices of queries, keys and values, whose columns are ordered by rank where divided."""
+"""In names of GPT-2's matrices of queries, keys and values, whose columns operators see in the order of ranks."""
 
 
 def differences(transformer: Transformer) -> tuple[int, float]:
     """How many values of both were compared, loss and gradients, and the largest difference of an element."""
     whole, divided = (seeded(transformer) for _ in range(2))
     size = torch.distributed.get_world_size()
-    with torch.no_grad():
-        for name, param in divided.named_parameters():
-            if FUSED in name:
-                param.copy_(_swapped(param, 3, size))
     parallelise(divided, transformer.label, first_line(size, "tp"))
     batch = {
         name: torch.arange(value.numel()).view(value.shape) % 2 for name, value in transformer.inputs(2, 16).items()

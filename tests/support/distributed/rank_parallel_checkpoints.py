@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from accumulating import micro_batches
-from models import loss_of
+from divided_models import DIVIDED_CASES
+from models import Case, loss_of
 from parallel_models import PARALLEL_CASES
 from rank_tensor import Parallel, compiled, read_whole, whole
 from torch import nn
@@ -40,6 +41,10 @@ class Run:
     optimizer: str = "AdamW"
 
     @property
+    def case(self) -> Case:
+        return (PARALLEL_CASES | DIVIDED_CASES)[self.name]
+
+    @property
     def num_data(self) -> int:
         sizes = dict(self.mesh)
         return sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
@@ -57,12 +62,12 @@ class Run:
             model = compiled(Parallel(self.name, self.mesh, dtype=dtype, accumulate=accumulate), HW)
         else:
             options = {"backend": "eager", "dtype": dtype, "accumulate": accumulate}
-            model = chunkc.compile(PARALLEL_CASES[self.name].build(), HW, **options)
+            model = chunkc.compile(self.case.build(), HW, **options)
         return model, getattr(chunkc, self.optimizer)(model.parameters(), lr=1e-2)
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
         """Losses of steps ``first`` to ``last``: of this rank's batches."""
-        batches, losses = PARALLEL_CASES[self.name].batches(), []
+        batches, losses = self.case.batches(), []
         for step in range(first, last):
             own = micro_batches(batches, step, NUM_PARTS)[self.data_rank :: self.num_data]
             for part in own:
