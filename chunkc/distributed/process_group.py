@@ -232,9 +232,9 @@ class JobRanks(Ranks):
         """Ranks that differ: all by ``digests``, or by ``of_models`` the first that compute together."""
         if len(set(digests)) > 1:
             return list(range(self.job_size))
-        places = sorted(self.mesh.ranks)
-        for line in (*self.mesh.tensor_lines, *self.mesh.context_lines):
-            ranks = [places.index(rank) for rank in line]
+        places = {rank: place for place, rank in enumerate(sorted(self.mesh.ranks))}
+        for line in (*self.mesh.tensor_lines, *self.mesh.context_lines):  # those of other stages, too
+            ranks = [places[rank] for rank in line if rank in places]
             if len({of_models[rank] for rank in ranks}) > 1:
                 return ranks
         return []

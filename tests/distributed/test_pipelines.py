@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from equalities import ERROR_RATIO
 from job import JobError, Pool
 from rank_pipeline import OPTIONS, Pipeline, Trained, refusals, train, train_plainly
 from rank_stages import Refused, clip_in_other_orders, clip_otherwise, layer, plain_gradients, save_stages
+from training import largest_error
 
 import chunkc
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
-TIGHT = "emulated-330k-64m"
-"""Chunks of each stage move."""
+TIGHT, SMALL = "emulated-330k-64m", "emulated-330k-64m"
+"""Chunks of each stage move: of `staged_gpt`, and of models of transformers."""
 
 
 def check(found: Sequence[Trained], work: Pipeline) -> None:
@@ -47,6 +50,16 @@ def test_two_stages_train_as_one_process(schedule: str, two_ranks: Pool) -> None
     """By 1F1B the stages differ in what is in flight. The loss is taken behind the last stage, or within it."""
     clips, is_inside = ("together", True) if schedule == "gpipe" else ("by the optimizer", False)
     work = Pipeline(schedule, hw=TIGHT, loss_in_stage=is_inside, clips=clips)
+    found = two_ranks.run(train, work)
+    check(found, work)
+    check_budgets(found, moves=True)
+
+
+@pytest.mark.long(but="t5")
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_stages_of_transformers_train_as_one_process(family: str, two_ranks: Pool) -> None:
+    """The stages of a T5 are its encoder and its decoder."""
+    work = Pipeline(family=family, hw=SMALL, loss_in_stage=True)
     found = two_ranks.run(train, work)
     check(found, work)
     check_budgets(found, moves=True)
@@ -144,11 +157,30 @@ def test_a_part_of_a_ranks_stages_is_not_clipped_alone(clips: str, two_ranks: Po
         two_ranks.run(train, Pipeline("interleaved", clips=clips))
 
 
-@SLOW
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=SLOW)])
 def test_stages_of_two_ranks_each(schedule: str, four_ranks: Pool) -> None:
     work = Pipeline(schedule, {"pp": 2, "dp_shard": 2})
     check(four_ranks.run(train, work), work)
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_stages_of_transformers_of_two_ranks_each(family: str, four_ranks: Pool) -> None:
+    work = Pipeline("1f1b", {"pp": 2, "dp_shard": 2}, family=family, hw=SMALL, loss_in_stage=True)
+    check(four_ranks.run(train, work), work)
+
+
+@SLOW
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5"])
+def test_16_bits(family: str, two_ranks: Pool) -> None:
+    """Acceptance (c): what is trained is as near to fp32 as plain PyTorch in bfloat16 is."""
+    work = Pipeline(family=family, dtype=torch.bfloat16, loss_in_stage=family != "gpt")
+    exact, plain = train_plainly(replace(work, dtype=torch.float32)), train_plainly(work)
+    allowed = ERROR_RATIO * largest_error(plain.params, exact.params)
+    for of_rank in two_ranks.run(train, work):
+        wanted = {name: exact.params[name] for name in of_rank.params}
+        assert 0 < largest_error(of_rank.params, wanted) <= allowed
 
 
 @SLOW

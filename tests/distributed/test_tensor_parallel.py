@@ -60,7 +60,7 @@ def assert_values(run: Trained, other: Trained) -> None:
 
 def train_clipped(work: Parallel, num_data: int) -> tuple[Trained, list[float]]:
     """One process on the batches of ``num_data`` ranks, clipped to 0.5 by torch; and the norms before that."""
-    case, norms = PARALLEL_CASES[work.name], list[float]()
+    case, norms = work.case, list[float]()
     model, clip = case.build(), torch.nn.utils.clip_grad_norm_
     optimizer = work.recipe.plain(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: norms.append(clip(model.parameters(), 0.5).item()))
@@ -99,20 +99,36 @@ def test_all_data_ranks_start_with_the_values_of_the_first(four_ranks: Pool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_text", [True, False])
-def test_models_of_transformers_are_divided_beside_data_ranks(is_text: bool, four_ranks: Pool) -> None:
-    work = Parallel("llama_untied", TP_AND_SHARD, hw=None, is_text=is_text)
+@pytest.mark.parametrize(
+    ("is_text", "name"), [(False, "llama_untied"), *((True, name) for name in ("llama_untied", "gpt2", "bert", "t5"))]
+)
+def test_models_of_transformers_are_divided_beside_data_ranks(is_text: bool, name: str, four_ranks: Pool) -> None:
+    """With two micro-batches a step."""
+    work = Parallel(name, TP_AND_SHARD, hw=None, is_text=is_text, accumulate=2)
     check(four_ranks.run(train, work, timeout_s=400), work, 2)
 
 
 @pytest.mark.long
-def test_clipping_takes_the_norm_of_whole_tensors(two_ranks: Pool) -> None:
+@pytest.mark.parametrize(
+    "name", ["llama_sequence", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5"))]
+)
+def test_clipping_takes_the_norm_of_whole_tensors(name: str, two_ranks: Pool) -> None:
     """Parts add up, copies count once: the norm is that of one process, and so is what is trained."""
-    work = Parallel("llama_sequence")
+    work = Parallel(name)
     wanted, norms = train_clipped(work, 1)
     for done in two_ranks.run(train, work, 0.5):
-        assert done.norms == pytest.approx(norms, rel=1e-5) and min(norms) > 0.5
+        assert done.norms == pytest.approx(norms, rel=1e-5) and max(norms) > 0.5
         assert_same_semantics(done.trained, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_untied", "gpt2", "bert", "t5"])
+def test_16_bits_of_transformers(name: str, two_ranks: Pool) -> None:
+    work = Parallel(name, hw=None, dtype=torch.bfloat16)
+    exact, plain = train_large(work.case, work.recipe, 1), train_plain_16_in_parts(work.case, work.recipe, 1)
+    allowed = ERROR_RATIO * largest_error(plain.params, exact.params)
+    for done in two_ranks.run(train, work):
+        assert 0 < largest_error(done.trained.params, exact.params) <= allowed
 
 
 @pytest.mark.slow

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from staged_gpt import LENGTH, VOCABULARY, WIDTH, Part, batch_of, divide, loss_of, parts_of
+from staged_families import family_parts
+from staged_gpt import LENGTH, VOCABULARY, WIDTH, batch_of, divide, loss_of, parts_of
+from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,7 +34,10 @@ SCHEDULES = {
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What ranks train: ``mesh`` has sizes of dimensions, the first of which is ``pp``."""
+    """What ranks train: ``mesh`` has sizes of dimensions, the first of which is ``pp``.
+
+    ``family``: of `staged_families`, whose loss is taken in the stage unless it is ``gpt``.
+    """
 
     schedule: str = "1f1b"
     mesh: Mapping[str, int] = field(default_factory=lambda: {"pp": 2})
@@ -40,6 +45,8 @@ class Pipeline:
     num_steps: int = 3
     clips: str = "together"
     loss_in_stage: bool = False
+    family: str = "gpt"
+    dtype: torch.dtype = torch.float32
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,6 +56,10 @@ class Pipeline:
     @property
     def num_replicas(self) -> int:
         return self.mesh.get("dp_shard", 1) * self.mesh.get("dp_replicate", 1)
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        return family_parts(self.family, self.num_parts)
 
     def in_flight(self, part: int) -> int:
         return NUM_MICRO_BATCHES if self.schedule != "1f1b" else min(NUM_MICRO_BATCHES, self.num_parts - part)
@@ -63,9 +74,10 @@ class Trained:
     stats: list[dict[str, int]]
 
 
-def stages_of(work: Pipeline, parts: Mapping[int, Part], group: Any) -> list[pipelining.PipelineStage]:
-    hidden = torch.empty(MICRO_BATCH, LENGTH, WIDTH, requires_grad=True)
-    last = torch.empty(1) if work.loss_in_stage else torch.empty(MICRO_BATCH, LENGTH, VOCABULARY)
+def stages_of(work: Pipeline, parts: Mapping[int, nn.Module], group: Any) -> list[pipelining.PipelineStage]:
+    hidden = torch.empty(MICRO_BATCH, LENGTH, WIDTH, dtype=work.dtype, requires_grad=True)
+    logits = torch.empty(MICRO_BATCH, LENGTH, VOCABULARY, dtype=work.dtype)
+    last = torch.empty(1) if work.loss_in_stage else logits
     return [
         pipelining.PipelineStage(
             *(part, number, work.num_parts, torch.device("cpu")),
@@ -83,20 +95,20 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def _scaled_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    loss = output.sum() if output.dim() == 1 else loss_of(output, targets)
+    loss = output.sum() if output.dim() == 1 else loss_of(output.float(), targets)
     return loss / NUM_MICRO_BATCHES
 
 
 def train(work: Pipeline) -> Trained:
     """Train the parts of this rank."""
     mesh = init_device_mesh("cpu", tuple(work.mesh.values()), mesh_dim_names=tuple(work.mesh))
-    rank, size, built = mesh["pp"].get_local_rank(), work.mesh["pp"], parts_of(work.num_parts)
+    rank, size, built = mesh["pp"].get_local_rank(), work.mesh["pp"], work.parts
     if "tp" in work.mesh:
         for part in built:
             divide(part, mesh["tp"])
     parts, optimizers = {}, []
     for number in range(rank, work.num_parts, size):
-        options = {"dtype": torch.float32, "backend": "eager", "chunk_size": 1024, **work.options}
+        options = {"dtype": work.dtype, "backend": "eager", "chunk_size": 1024, **work.options}
         in_flight = work.in_flight(number)
         part = chunkc.compile(
             built[number], work.hw, mesh=mesh, accumulate=NUM_MICRO_BATCHES, in_flight=in_flight, **options
@@ -136,25 +148,41 @@ def train(work: Pipeline) -> Trained:
 
 
 def train_plainly(work: Pipeline) -> Trained:
-    """Plain PyTorch in one process: the whole model on the batches of all replicas."""
-    parts = parts_of(work.num_parts)
-    params = {f"{i}.{name}": p for i, part in enumerate(parts) for name, p in part.named_parameters()}
-    optimizer, losses = torch.optim.AdamW(params.values(), **OPTIONS), []
+    """Plain PyTorch in one process, with fp32 masters: the whole model on the micro-batches of all replicas."""
+    model = nn.ModuleList(work.parts)
+    masters = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    model.to(work.dtype)
+    optimizer, losses = torch.optim.AdamW(masters.values(), **OPTIONS), []
     for step in range(work.num_steps):
         total = 0.0
         for replica in range(work.num_replicas):
-            tokens, targets = batch_of(step * work.num_replicas + replica, NUM_MICRO_BATCHES * MICRO_BATCH)
-            hidden = tokens
-            for part in parts:
-                hidden = part(hidden)
-            loss = loss_of(hidden, targets) / work.num_replicas
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+            batch = batch_of(step * work.num_replicas + replica, NUM_MICRO_BATCHES * MICRO_BATCH)
+            for tokens, targets in zip(*(part.split(MICRO_BATCH) for part in batch), strict=True):
+                loss = _loss_of_whole(work, model, tokens, targets) / work.num_replicas / NUM_MICRO_BATCHES
+                loss.backward()
+                total += loss.item()
+        for name, param in model.named_parameters():
+            masters[name].grad = None if param.grad is None else param.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters.values(), MAX_NORM)
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(masters[name])
+        model.zero_grad()
         losses.append(total)
-    return Trained(losses, {name: p.detach() for name, p in params.items()}, [])
+    first_names = {param: name for name, param in model.named_parameters()}
+    tied = model.named_parameters(remove_duplicate=False)
+    return Trained(losses, {name: masters[first_names[param]].detach() for name, param in tied}, [])
+
+
+def _loss_of_whole(work: Pipeline, parts: nn.ModuleList, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    hidden = tokens
+    for part in parts[:-1]:
+        hidden = part(hidden)
+    if work.family == "gpt":
+        return loss_of(parts[-1](hidden).float(), targets)
+    loss: torch.Tensor = parts[-1](hidden, targets)
+    return loss.sum()
 
 
 def refusals() -> dict[str, str]:
