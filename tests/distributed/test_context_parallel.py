@@ -75,6 +75,17 @@ def test_slices_beside_data_ranks(name: str, four_ranks: Pool) -> None:
     check(four_ranks.run(train, work, timeout_s=400), work, 2)
 
 
+@pytest.mark.slow
+def test_replicas_of_ranks_with_slices() -> None:
+    """Eight ranks, of which four copy the chunks of the others."""
+    pool = Pool(8)
+    work = Sliced("hf_llama", (("dp_replicate", 2), *SHARD_AND_CP), hw=None)
+    try:
+        check(pool.run(train, work, timeout_s=400), work, 4)
+    finally:
+        pool.discard()
+
+
 @pytest.mark.long
 def test_clipping_takes_the_norm_of_whole_sequences(two_ranks: Pool) -> None:
     work = Sliced("gpt")

@@ -195,10 +195,11 @@ def test_stages_whose_ranks_compute_together(schedule: str, four_ranks: Pool) ->
 
 
 @SLOW
-def test_stages_whose_ranks_compute_together_and_divide_chunks() -> None:
-    """Eight ranks; the steps are clipped by the optimizers."""
+@pytest.mark.parametrize("mesh", [{"pp": 2, "dp_shard": 2, "tp": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 2}])
+def test_stages_of_four_ranks_each(mesh: dict[str, int]) -> None:
+    """That compute together and divide chunks, or copy them and divide them. The optimizers clip."""
     pool = Pool(8)
-    work = Pipeline("1f1b", {"pp": 2, "dp_shard": 2, "tp": 2}, clips="by the optimizer")
+    work = Pipeline("1f1b", mesh, clips="by the optimizer")
     try:
         check(pool.run(train, work), work)
     finally:

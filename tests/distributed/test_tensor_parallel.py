@@ -108,6 +108,17 @@ def test_models_of_transformers_are_divided_beside_data_ranks(is_text: bool, nam
     check(four_ranks.run(train, work, timeout_s=400), work, 2)
 
 
+@pytest.mark.slow
+def test_replicas_of_ranks_that_compute_together() -> None:
+    """Eight ranks, of which four copy the chunks of the others."""
+    pool = Pool(8)
+    work = Parallel("llama_untied", (("dp_replicate", 2), *TP_AND_SHARD), hw=None, is_text=True)
+    try:
+        check(pool.run(train, work, timeout_s=400), work, 4)
+    finally:
+        pool.discard()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["llama_sequence", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "t5"))]
