@@ -100,8 +100,15 @@ def _give_biases(model: nn.Module, num_slices: int, undo: ExitStack) -> None:
     see_whole()
     for layer in model.modules():
         if hasattr(layer, "compute_bias"):
+            undo.callback(_give_back, layer, vars(layer).get("compute_bias"))
             layer.compute_bias = partial(_bias_of_slice, layer, num_slices)  # type: ignore[assignment]
-            undo.callback(vars(layer).pop, "compute_bias")
+
+
+def _give_back(layer: nn.Module, own: Any) -> None:
+    """Let a layer make biases by ``own``, or as its class does: it may see slices before it is planned with others."""
+    del layer.compute_bias
+    if own is not None:
+        layer.compute_bias = own
 
 
 def _check_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,33 @@
+"""Models of transformers that see slices: for good, or within a block, after which they are as before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from divided_models import DIVIDED_CASES
+
+from chunkc.distributed.mesh import RankMesh
+from chunkc.scenarios.slicing import sliced_ahead
+
+
+def slices(num: int) -> RankMesh:
+    return RankMesh(1, num, 1, tuple(range(num)), num_context=num)
+
+
+def makers(model: Any) -> list[object]:
+    """What makes biases in each layer that has a table of them, if it is not the class."""
+    return [vars(layer).get("compute_bias") for layer in model.modules() if hasattr(layer, "compute_bias")]
+
+
+def test_a_model_that_sees_slices_goes_on_to_after_it_is_planned_with_others() -> None:
+    model = DIVIDED_CASES["t5"].build()
+    plain = makers(model)
+    assert len(plain) > 2 and not any(plain)
+    with sliced_ahead(model, slices(2)):
+        before = makers(model)
+        assert all(before)
+        with sliced_ahead(model, slices(4)):
+            assert all(one is not other for one, other in zip(makers(model), before, strict=True))
+        assert makers(model) == before
+        assert model.config._attn_implementation == "chunkc_slices"
+    assert makers(model) == plain and model.config._attn_implementation == "sdpa"
