@@ -94,7 +94,7 @@ class CompiledModel:
             return self.evaluator(args, kwargs)
         ranks = self.runtime.ranks
         if ranks.context is not None:
-            check_slices(ranks, ranks.context, args, kwargs)
+            check_slices(ranks, ranks.context, self._model, args, kwargs)
         self.runtime.before_forward()
         if self.runtime.layout is None and ranks.job_size > 1:
             self.session.agree_on_budgets()

@@ -90,7 +90,7 @@ class Evaluator:
         way = "as planned" if reason is None else "operator by operator"
         ranks = self._session.runtime.ranks
         if ranks.context is not None:
-            check_slices(ranks, ranks.context, args, kwargs)
+            check_slices(ranks, ranks.context, self._session.model, args, kwargs)
         ranks.agree(Kind.EVALUATE, lambda: [way])
         self._seen.add(signature)
         self._last = signature

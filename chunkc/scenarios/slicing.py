@@ -29,6 +29,7 @@ _SHIFTING: Final = ("ForCausalLM", "LMHeadModel")
 _HEADS: Final = (*_SHIFTING, "ForMaskedLM", "ForConditionalGeneration")
 """Ends of the names of models whose heads work position by position."""
 _NAME: Final = "chunkc_slices"
+_MASKS: Final = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
 _CHANGES: Final = ("sliding_window", "softcap", "s_aux")
 """Arguments by which attention is another than that, where they are given."""
 
@@ -59,16 +60,20 @@ def _seeing_slices(model: nn.Module, ranks: RankMesh) -> ExitStack:
     found = list(_outermost(model)) if ranks.num_context > 1 else []
     for part in found:
         _check(part, ranks)
+    models: list[Any] = [m for part in found for m in part.modules() if hasattr(m, "set_attn_implementation")]
     with ExitStack() as undo:
+        for each in reversed(models):  # undone first for the outermost, which sets it for those within
+            undo.callback(each.set_attn_implementation, each.config._attn_implementation)
         for part in found:
             from transformers import AttentionInterface
 
             AttentionInterface.register(_NAME, _attention)
-            undo.callback(part.set_attn_implementation, part.config._attn_implementation)
             part.set_attn_implementation(_NAME)
             if part.config.model_type == _T5:
                 _give_biases(part, ranks.num_context, undo)
             undo.callback(part.register_forward_pre_hook(_check_inputs, with_kwargs=True).remove)
+        for each in models:
+            undo.callback(each.register_forward_pre_hook(_check_masks, with_kwargs=True).remove)
         return undo.pop_all()
 
 
@@ -90,8 +95,8 @@ def _check(model: Any, ranks: RankMesh) -> None:
         )
     if not name.endswith(_HEADS):
         raise ChunkcError(
-            f"mesh {ranks}: {name} reads positions of whole sequences, and ranks have slices: models that end with "
-            f"{', '.join(_HEADS)} serve"
+            f"mesh {ranks}: {name} is not known to work position by position, and ranks have slices: models that end "
+            f"with {', '.join(_HEADS)} serve"
         )
 
 
@@ -105,7 +110,7 @@ def _give_biases(model: nn.Module, num_slices: int, undo: ExitStack) -> None:
 
 
 def _give_back(layer: nn.Module, own: Any) -> None:
-    """Let a layer make biases by ``own``, or as its class does: it may see slices before it is planned with others."""
+    """Let a layer make biases by ``own``, or as its class does. It may have seen slices before."""
     del layer.compute_bias
     if own is not None:
         layer.compute_bias = own
@@ -113,23 +118,24 @@ def _give_back(layer: nn.Module, own: Any) -> None:
 
 def _check_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
-    if module.config.model_type == _T5:
-        if len(args) > 1 or (kwargs.get("decoder_input_ids") is None and kwargs.get("decoder_inputs_embeds") is None):
-            raise CaptureError(
-                f"cp divides sequences: hand {name} its inputs by name, and with them decoder_input_ids=, shifted "
-                "before sequences are sliced. It would shift labels within its slice"
-            )
-    elif len(args) > 1 or kwargs.get("position_ids") is None:
+    if len(args) > 1 or kwargs.get("position_ids") is None:
         raise CaptureError(
             f"cp divides sequences: hand {name} its inputs by name, and with them the positions that its slice has in "
             "the sequence, as position_ids="
         )
-    for mask in ("attention_mask", "decoder_attention_mask"):
-        if kwargs.get(mask) is not None:
-            raise CaptureError(
-                f"cp divides sequences, and {name} is handed {mask}=, which is of one slice: leave it out, and let "
-                "sequences be of one length, without padding"
-            )
+    if kwargs.get("past_key_values") is not None:
+        raise CaptureError(f"cp divides sequences, and {name} is handed keys of earlier calls: no past_key_values")
+    if kwargs.get("num_items_in_batch") is not None and not name.endswith(_SHIFTING):
+        raise CaptureError(
+            f"cp divides sequences, and {name} does not divide its loss by num_items_in_batch: leave labels= away, and "
+            "take the loss of its logits"
+        )
+    is_shifted = kwargs.get("decoder_input_ids") is not None or kwargs.get("decoder_inputs_embeds") is not None
+    if module.config.model_type == _T5 and not is_shifted:
+        raise CaptureError(
+            f"cp divides sequences: hand {name} decoder_input_ids=, shifted before sequences are sliced "
+            "(prepare_decoder_input_ids_from_labels). It would shift labels within its slice"
+        )
     if kwargs.get("logits_to_keep"):
         raise CaptureError(
             f"cp divides sequences, and {name} would keep the last logits of its slice: no logits_to_keep"
@@ -139,6 +145,19 @@ def _check_inputs(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"cp divides sequences, and {name} would shift labels within its slice, whose last position then has none: "
             "hand in shift_labels= as well, shifted before sequences are sliced"
         )
+
+
+def _check_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse masks that are handed to a model, or to one within, which makes none for attention of slices."""
+    name = type(module).__name__
+    if len(args) > 1:
+        raise CaptureError(f"cp divides sequences: hand {name} its inputs by name, of which masks are refused")
+    for mask in _MASKS:
+        if kwargs.get(mask) is not None:
+            raise CaptureError(
+                f"cp divides sequences, and {name} is handed {mask}=, which is of one slice: leave it out, and let "
+                "sequences be of one length, without padding"
+            )
 
 
 def _attention(
@@ -167,6 +186,8 @@ def _attention(
         if options.get(name) is not None:
             raise CaptureError(f"cp divides sequences, and attention has {name}={options[name]}, not known there")
     if module.config.model_type == _T5:
+        if attention_mask is not None:
+            raise CaptureError("cp divides sequences, and attention of a T5 is handed a mask, which is of one slice")
         return _biased(module, query, key, value, **options), None
     found: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     return found

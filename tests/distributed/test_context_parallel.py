@@ -25,6 +25,7 @@ from rank_context import (
     train,
     train_for_ever,
     train_in_pieces,
+    wrong_slices,
 )
 from rank_tensor import DoneParallel
 from rank_training import ROOMY, together
@@ -154,7 +155,7 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         "packed": "position_ids are not",
         "labels": "hand in shift_labels= as well",
         "wrapped": "hand GPT2LMHeadModel its inputs by name",
-        "head": "BertForSequenceClassification reads positions of whole sequences",
+        "head": "BertForSequenceClassification is not known to work position by position",
         "layers": "cp",
         "evaluated": "train a step before the first evaluation",
         "last logits": "would keep the last logits of its slice",
@@ -165,7 +166,10 @@ def test_what_is_not_served_is_refused(two_ranks: Pool) -> None:
         "positions": "hand LlamaForCausalLM its inputs by name",
         "padding": "LlamaForCausalLM is handed attention_mask=",
         "window": "attention has sliding_window=4",
-        "answers": "with them decoder_input_ids=, shifted before",
+        "answers": "hand T5ForConditionalGeneration decoder_input_ids=, shifted before",
+        "answers by number": "T5ForConditionalGeneration does not divide its loss by num_items_in_batch",
+        "kept keys": "T5ForConditionalGeneration is handed keys of earlier calls",
+        "encoder alone": "T5Stack is handed attention_mask=",
         "padded answers": "is handed decoder_attention_mask=",
         "architecture": "Gemma3ForCausalLM is of the kind 'gemma3_text'",
     }
@@ -177,6 +181,19 @@ def test_positions_of_another_slice_are_refused(two_ranks: Pool) -> None:
     """Where both ranks count from 0, as whoever forgets to slice positions does."""
     first, second = two_ranks.run(count_from_zero)
     assert "position_ids are not 6 to 11, those of slice 2 of 2" in second
+    assert "rank 1 had its call refused" in first
+
+
+@pytest.mark.long
+def test_slices_must_have_as_many_labels(two_ranks: Pool) -> None:
+    """Where the loss is a mean over those of a slice; on all ranks."""
+    for error in two_ranks.run(wrong_slices, "labels"):
+        assert "slices have [6, 5] labels" in error, error
+
+
+def test_answers_that_each_rank_has_shifted_are_refused(two_ranks: Pool) -> None:
+    first, second = two_ranks.run(wrong_slices, "answers")
+    assert "decoder_input_ids of slice 2 of 2 begin with 0" in second
     assert "rank 1 had its call refused" in first
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from divided_models import DIVIDED_CASES
+from torch import nn
 
 from chunkc.distributed.mesh import RankMesh
 from chunkc.scenarios.slicing import sliced_ahead
@@ -31,3 +32,16 @@ def test_a_model_that_sees_slices_goes_on_to_after_it_is_planned_with_others() -
         assert makers(model) == before
         assert model.config._attn_implementation == "chunkc_slices"
     assert makers(model) == plain and model.config._attn_implementation == "sdpa"
+
+
+def test_models_with_one_configuration_are_as_before() -> None:
+    """As a teacher and a student; also where an encoder attends otherwise than its model."""
+    first: Any = DIVIDED_CASES["t5"].build()
+    first.encoder.set_attn_implementation("eager")
+    second = type(first)(first.config)
+    both = nn.ModuleList([first, second])
+    before = [part.config._attn_implementation for part in both.modules() if hasattr(part, "config")]
+    assert set(before) == {"eager", "sdpa"}
+    with sliced_ahead(both, slices(2)):
+        pass
+    assert [part.config._attn_implementation for part in both.modules() if hasattr(part, "config")] == before

@@ -86,6 +86,6 @@ def relative_positions_of(like: torch.Tensor, length: int, num_slices: int, *, p
 def _check_traced(operand: torch.Tensor) -> None:
     if not is_fake(operand):
         raise CaptureError(
-            "cp divides sequences, and attention runs outside of a forward that chunkc has captured, where it would "
-            "see one slice: call the compiled model"
+            "cp divides sequences, and attention of a model that was compiled for that runs outside of its compiled "
+            "forward, where it would see one slice: call the compiled model, or load the model anew for a plain one"
         )

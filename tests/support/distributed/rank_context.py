@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import transformers
 from divided_models import DIVIDED_CASES, seeded
 from models import Batch, Case, loss_of
 from parallel_models import NUM_HEADS, PARALLEL_CASES, Attention, Gpt, batches
@@ -73,7 +74,7 @@ def answered(length: int) -> list[Batch]:
     for batch in DIVIDED_CASES["t5"].batches():
         tokens = batch["input_ids"]
         answer = tokens.flip(1)[:, :length].contiguous()
-        found.append({"input_ids": tokens, "labels": answer, "decoder_input_ids": answer.roll(1, 1)})
+        found.append({**placed(batch), "labels": answer, "decoder_input_ids": answer.roll(1, 1)})
         found[-1]["decoder_input_ids"][:, 0] = 0
     return found
 
@@ -89,6 +90,19 @@ class Wrapped(nn.Module):
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(**batch).loss
         return 2 * loss
+
+
+class Encoded(nn.Module):
+    """A T5 whose encoder is called with a mask of its own, as where several questions have one answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = DIVIDED_CASES["t5"].build()
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **answers: torch.Tensor) -> torch.Tensor:
+        encoded = self.model.encoder(input_ids=input_ids, attention_mask=input_ids % 2)
+        loss: torch.Tensor = self.model(encoder_outputs=encoded, position_ids=position_ids, **answers).loss
+        return loss
 
 
 def masked_bert() -> nn.Module:
@@ -234,7 +248,8 @@ def refusals() -> dict[str, str]:
     unshifted = {name: value for name, value in tokens.items() if name != "shift_labels"}
     unplaced = {name: value for name, value in tokens.items() if name != "position_ids"}
     answers = placed_part("hf_t5")
-    questions = answers["input_ids"]
+    questions, keys = answers["input_ids"], transformers.EncoderDecoderCache(*(transformers.DynamicCache(),) * 2)
+    unanswered = {name: value for name, value in answers.items() if name != "decoder_input_ids"}
     windowed = seeded(replace(TINY_LLAMA, config={**TINY_LLAMA.config, "model_type": "mistral"}), sliding_window=4)
     calls: dict[str, Callable[[], object]] = {
         "scores": lambda: chunkc.compile(Scores(), ROOMY, mesh="cp=2")(x),
@@ -256,8 +271,11 @@ def refusals() -> dict[str, str]:
             **tokens, attention_mask=torch.ones_like(tokens["input_ids"])
         ),
         "window": lambda: chunkc.compile(windowed, ROOMY, mesh="cp=2")(**tokens),
-        "answers": lambda: compiled(Sliced("hf_t5"), ROOMY)(input_ids=questions, labels=questions),
+        "answers": lambda: compiled(Sliced("hf_t5"), ROOMY)(**unanswered),
+        "answers by number": lambda: compiled(Sliced("hf_t5"), ROOMY)(**answers, num_items_in_batch=3),
         "padded answers": lambda: compiled(Sliced("hf_t5"), ROOMY)(**answers, decoder_attention_mask=questions),
+        "kept keys": lambda: compiled(Sliced("hf_t5"), ROOMY)(**answers, past_key_values=keys),
+        "encoder alone": lambda: chunkc.compile(Encoded(), ROOMY, mesh="cp=2")(**answers),
         "architecture": lambda: chunkc.compile(seeded(TINY_GEMMA3), ROOMY, mesh="cp=2"),
     }
     for name, call in calls.items():
@@ -282,6 +300,21 @@ def call_within_full_params() -> None:
 
 def placed_part(name: str) -> Batch:
     return sliced(CONTEXT_CASES[name].batches()[0], 2, torch.distributed.get_rank())
+
+
+def wrong_slices(kind: str) -> str:
+    """The error of a forward of a T5 whose slices have other numbers of labels, or were shifted by each rank."""
+    model, batch = compiled(Sliced("hf_t5"), ROOMY), placed_part("hf_t5")
+    if kind == "labels":
+        batch["labels"][0, : torch.distributed.get_rank()] = -100
+    else:
+        batch["decoder_input_ids"] = batch["labels"].roll(1, 1)
+        batch["decoder_input_ids"][:, 0] = 0
+    try:
+        model(**batch)
+    except chunkc.ChunkcError as error:
+        return str(error)
+    return ""
 
 
 def count_from_zero() -> str:
