@@ -19,6 +19,7 @@ Import this module only where a model has DTensors: torch's takes a while.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,22 +32,24 @@ from chunkc.distributed.mesh import RankMesh
 from chunkc.errors import ChunkcError
 
 _NUM_BLOCKS: Final = "chunkc_num_blocks"
-"""The attribute of a DTensor that is divided block by block."""
+"""The attribute of a module whose parameters are divided block by block. Those may be replaced, as by ``Module.to``."""
 
 
-def divided(param: nn.Parameter, mesh: DeviceMesh, placement: Placement, num_blocks: int = 1) -> nn.Parameter:
-    """A DTensor in place of ``param``, of each of whose blocks every rank has its part.
+def divide_by_blocks(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], num_blocks: int) -> None:
+    """Give ``module`` DTensors as parameters, of each of whose blocks every rank has its part.
 
     Args:
-        param: with ``num_blocks`` equal blocks along the dimension that ``placement`` divides.
+        module: whose parameters have ``num_blocks`` equal blocks along the dimension that is divided.
         mesh: of one dimension.
+        placements: of the parameters, by name.
     """
-    whole = param.detach()
-    if num_blocks > 1 and isinstance(placement, Shard):
-        whole = _regrouped(whole, placement.dim, num_blocks, mesh.size())
-    found = nn.Parameter(distribute_tensor(whole, mesh, [placement]), requires_grad=param.requires_grad)
-    setattr(found, _NUM_BLOCKS, num_blocks)
-    return found
+    for name, param in list(module.named_parameters(recurse=False)):
+        whole, placement = param.detach(), placements[name]
+        if num_blocks > 1 and isinstance(placement, Shard):
+            whole = _regrouped(whole, placement.dim, num_blocks, mesh.size())
+        tensor = distribute_tensor(whole, mesh, [placement])
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=param.requires_grad))
+    setattr(module, _NUM_BLOCKS, num_blocks)
 
 
 def _regrouped(whole: torch.Tensor, dim: int, outer: int, inner: int) -> torch.Tensor:
@@ -69,14 +72,13 @@ class TensorShard:
     num_blocks: int = 1
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorShard:
-        """The place of a DTensor's part; TypeError for another tensor."""
+    def of(tensor: torch.Tensor, module: nn.Module) -> TensorShard:
+        """The place of the part of a DTensor that ``module`` holds; TypeError for another tensor."""
         if not isinstance(tensor, DTensor):
             raise TypeError(f"not a DTensor: {type(tensor).__name__}")
-        num_blocks = getattr(tensor, _NUM_BLOCKS, 1)
-        return TensorShard(
-            tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()), num_blocks
-        )
+        placements = tuple(tensor.placements)
+        num_blocks = getattr(module, _NUM_BLOCKS, 1) if any(isinstance(p, Shard) for p in placements) else 1
+        return TensorShard(tensor.device_mesh, placements, tensor.shape, tuple(tensor.stride()), num_blocks)
 
     @property
     def is_divided(self) -> bool:
@@ -145,17 +147,24 @@ class TensorShard:
             return whole
         return _regrouped(whole, self.divided_dim, self.mesh.size(), self.num_blocks)
 
+    def is_exchanged(self, value: torch.Tensor) -> bool:
+        """Whether `part` exchanges between ranks to find this rank's part of ``value``."""
+        if value.shape != self.shape or not isinstance(value, DTensor):
+            return False
+        return self.num_blocks > 1 or value.device_mesh != self.mesh or tuple(value.placements) != self.placements
+
     def part(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``value``, a DTensor in any placement or a whole tensor that all ranks have.
 
-        Tensors of another shape are returned as they are.
+        Tensors of another shape are returned as they are. Collective where `is_exchanged`.
         """
         if value.shape != self.shape:
             return value
+        value = value.detach()
         if isinstance(value, DTensor):
             if any(isinstance(placement, Partial) for placement in value.placements):
                 raise ChunkcError("a DTensor of sums that are still to be added up cannot be loaded")
-            if self.num_blocks == 1 and value.device_mesh == self.mesh and tuple(value.placements) == self.placements:
+            if not self.is_exchanged(value):
                 return value.to_local()
             value = value.full_tensor()
         if not self.is_divided:

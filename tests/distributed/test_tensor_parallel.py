@@ -21,6 +21,7 @@ from rank_tensor import (
     drop_out_where_one_draws,
     evaluate_where_one_draws,
     exchanged_by_model,
+    load_names_of_rank,
     refusals,
     reload,
     save_by_torch,
@@ -183,7 +184,14 @@ def test_micro_batches(two_ranks: Pool) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_state_dicts_hold_dtensors_and_load(name: str, two_ranks: Pool) -> None:
     for found in two_ranks.run(reload, name):
-        assert found == dict.fromkeys(("evaluated", "losses", "values", "dtensors", "keys"), True)
+        assert found == dict.fromkeys(("evaluated", "losses", "values", "parameters", "dtensors", "keys"), True)
+
+
+@pytest.mark.long
+def test_state_dicts_that_differ_between_ranks_are_refused(two_ranks: Pool) -> None:
+    """Before parts of one value are exchanged for those of another."""
+    for error in two_ranks.run(load_names_of_rank):
+        assert "a loaded value of transformer.h.0.attn.c_attn.weight" in error, error
 
 
 @pytest.mark.long

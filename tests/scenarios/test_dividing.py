@@ -109,6 +109,16 @@ def test_what_cannot_be_divided_is_refused(name: str) -> None:
     assert contents(model) == before
 
 
+def test_another_layer_in_place_of_conv1d_is_refused() -> None:
+    """A linear layer has its weight the other way round, and adapters would see columns in another order."""
+    model: Any = DIVIDED_CASES["gpt2"].build()
+    model.transformer.h[1].attn.c_attn = nn.Linear(32, 96)
+    before = contents(model)
+    with pytest.raises(ChunkcError, match="Linear in place of Conv1D"), divided(model, "tp=2", TWO, "cpu"):
+        pass
+    assert contents(model) == before
+
+
 def test_layers_that_torch_cannot_divide_are_refused() -> None:
     """As those with adapters; what was divided before them is undone."""
 

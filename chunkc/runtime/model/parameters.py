@@ -179,6 +179,8 @@ class Parameters:
         """This rank's part of ``value``, a DTensor or whole tensor, where the parameter is a part."""
         if index not in self.shards or not isinstance(value, torch.Tensor):
             return value
+        if self.shards[index].is_exchanged(value):
+            self.agree_on("a loaded value", index)
         return self.shards[index].part(value)
 
     def is_divided(self, index: int) -> bool:

@@ -105,7 +105,8 @@ def views_of(model: nn.Module, mesh: RankMesh) -> TensorViews:
         return TensorViews(model, {})
     from chunkc.distributed.tensor_shards import TensorShard
 
-    shards = {param: TensorShard.of(param) for param in names}
+    held = ((param, module) for module in model.modules() for param in module.parameters(recurse=False))
+    shards = {param: TensorShard.of(param, module) for param, module in held if param in names}
     for param, shard in shards.items():
         shard.check(names[param], mesh)
     recurrent = [m for m in model.modules() if isinstance(m, nn.RNNBase) and any(map(is_dtensor, m.parameters()))]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from chunkc.distributed.tensor_shards import divided
+from chunkc.distributed.tensor_shards import divide_by_blocks
 
 
 class Conv1DColumns(ParallelStyle):
@@ -37,6 +37,7 @@ class Conv1DColumns(ParallelStyle):
         self._num_blocks = num_blocks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module)
         placements = {"weight": Shard(1), "bias": Shard(0), "inputs": Replicate(), "outputs": Shard(-1)}
         return _divided(module, device_mesh, **placements, num_blocks=self._num_blocks)
 
@@ -45,6 +46,7 @@ class Conv1DRows(ParallelStyle):
     """Ranks have equal parts of the inputs: see the module docstring."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check(module)
         return _divided(module, device_mesh, weight=Shard(0), bias=Replicate(), inputs=Shard(-1), outputs=Replicate())
 
 
@@ -57,6 +59,14 @@ class HeadNorm(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _divided(module, device_mesh, weight=Replicate(), bias=Replicate(), inputs=Shard(1), outputs=Shard(1))
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse another layer in place of GPT-2's, as torch's styles do."""
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module) is not Conv1D:
+        raise NotImplementedError(f"{type(module).__name__} in place of Conv1D")
 
 
 def _divided(
@@ -73,8 +83,7 @@ def _divided(
     placements = {"weight": weight, "bias": bias}
 
     def divide(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
-        for name, param in list(part.named_parameters(recurse=False)):
-            part.register_parameter(name, divided(param, mesh, placements[name], num_blocks))
+        divide_by_blocks(part, mesh, placements, num_blocks)
 
     def take(_: nn.Module, args: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor]:
         return (DTensor.from_local(args[0], mesh, [inputs], run_check=False),)
