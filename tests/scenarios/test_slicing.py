@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 from divided_models import DIVIDED_CASES
 from torch import nn
 
 from chunkc.distributed.mesh import RankMesh
+from chunkc.errors import CaptureError
 from chunkc.scenarios.slicing import sliced_ahead
 
 
@@ -45,3 +48,10 @@ def test_models_with_one_configuration_are_as_before() -> None:
     with sliced_ahead(both, slices(2)):
         pass
     assert [part.config._attn_implementation for part in both.modules() if hasattr(part, "config")] == before
+
+
+def test_a_mask_that_is_handed_to_attention_of_a_t5_is_refused() -> None:
+    model: Any = DIVIDED_CASES["t5"].build()
+    layer = model.encoder.block[0].layer[0].SelfAttention
+    with sliced_ahead(model, slices(2)), pytest.raises(CaptureError, match="attention of a T5 is handed a mask"):
+        layer(torch.ones(1, 3, 32), mask=torch.zeros(1, 1, 3, 6), position_bias=torch.zeros(1, 4, 3, 6))

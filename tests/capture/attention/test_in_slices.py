@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rank_context import Sliced, sliced
 from torch.fx import GraphModule, Node
@@ -21,18 +20,6 @@ from chunkc.errors import CaptureError
 from chunkc.scenarios.slicing import sliced_ahead
 
 LENGTH = 7
-
-
-@pytest.fixture
-def line() -> Iterator[ContextLine]:
-    """One rank, whose slice is the whole sequence. A fake group would not copy, in torch 2.11."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield ContextLine(group.group_name, 1, 0)
-    finally:
-        dist.destroy_process_group()
 
 
 def operands(num_heads: int = 2) -> list[torch.Tensor]:

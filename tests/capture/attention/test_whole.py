@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from chunkc._torch_compat.collectives import ContextLine
@@ -15,18 +12,6 @@ from chunkc.capture.attention.whole import attend_to_whole, relative_positions, 
 from chunkc.errors import CaptureError
 
 QUERIES, KEYS = 5, 3
-
-
-@pytest.fixture
-def line() -> Iterator[ContextLine]:
-    """One rank, whose slice is the whole sequence."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        yield ContextLine(group.group_name, 1, 0)
-    finally:
-        dist.destroy_process_group()
 
 
 def operands() -> list[torch.Tensor]:
