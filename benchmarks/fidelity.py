@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
 from fidelity_runs import CASES, MAX_WORK_SHARE, Case, Run, declared_rates, hideable, moves_most, train
 
@@ -144,13 +145,12 @@ def failures_of_choice(other: Case, chosen: Run, run: Run) -> list[str]:
 
 def describe(rows: Sequence[dict[str, Any]], load_before: tuple[float, float, float]) -> dict[str, Any]:
     """The figures with everything that a reader needs to judge and to repeat them."""
-    environment = [f"{n}={os.environ[n]}" for n in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS") if n in os.environ]
     rates = declared_rates()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": list(rows),
         "load_1_5_15_min": {"before": load_before, "after": os.getloadavg()},
-        "command": " ".join([*environment, "python", *sys.argv]),
+        "command": provenance.command(),
         "rates": {
             "matmul_tflops": rates.matmul_tflops[0].rate.median,
             "device_memory_gb_per_s": rates.device_memory_gb_per_s.median,
