@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pictures.add_argument("--trace", type=output_path, metavar="out.json", help="write every action, for Perfetto")
 
 
+def wished(args: argparse.Namespace) -> list[str]:
+    """The options of `add_arguments` that are given."""
+    return [f"--{name}" for name in ("plot", "html", "trace") if getattr(args, name)]
+
+
 def write_pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | None, unpriced: str = "") -> None:
     """Write the files asked for; without a timeline they show the order of actions, and stderr says why.
 

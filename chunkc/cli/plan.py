@@ -8,10 +8,10 @@ import json
 import sys
 import time
 
-from chunkc.cli import pictures
+from chunkc.cli import pictures, pipelines
 from chunkc.cli.advice import Adviser
 from chunkc.cli.meshes import Candidate, best_of, candidates, render
-from chunkc.cli.options import output_path, save
+from chunkc.cli.options import MAX_RANKS, output_path, save, up_to
 from chunkc.cli.output import one_line, show, tell
 from chunkc.cli.screen import answer_json, render_answer
 from chunkc.cli.subjects import (
@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training_options(parser)
     add_plan_options(parser)
+    parser.add_argument(
+        "--stage",
+        type=up_to(MAX_RANKS),
+        metavar="N",
+        help="of a mesh with pp: the plan of this stage, from 1 on",
+    )
     parser.add_argument("--save", type=output_path, metavar="plan.json", help="write the plan to this file too")
     pictures.add_arguments(parser)
     parser.add_argument("--no-advice", action="store_true", help="do not try what would help")
@@ -60,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     hw, scenarios, tried = Hardware.of(args.hw), Scenarios(tell), list[Candidate]()
+    if pipelines.shows_stages(args):
+        return pipelines.run(args, scenarios)
     if args.mesh == AUTO:
         tried = _candidates(args, scenarios)
     began_s = time.perf_counter()

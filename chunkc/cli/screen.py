@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -43,20 +43,32 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
 
 def _memory(answer: Answer, hw: Hardware) -> str:
     """Table of what one rank needs of the memory for training, and lines on what is kept from it."""
-    rows, needs, budgets = [], _needs(answer, hw), budgets_of(hw)
+    rows, needs, budgets = [], _needs(answer, hw), _budgets(answer, hw)
     for tier, budget in budgets.items():
         needed, there = needs[tier], budget.nbytes
         tight = "tight" if answer.fits and needed > TIGHT_SHARE * there else ""
         rows.append((tier, size(needed), size(there), size(there - needed), percent(needed, there), tight))
     lines = table(("memory", "needed", "there", "left", "share", ""), rows, "lrrrrl")
-    return "\n".join((lines, *_kept(hw, budgets)))
+    return "\n".join((lines, *_kept(hw), *_buffers(answer)))
 
 
-def _kept(hw: Hardware, budgets: Mapping[Tier, Budget]) -> Iterator[str]:
+def _budgets(answer: Answer, hw: Hardware) -> dict[Tier, Budget]:
+    """Those of one rank of ``hw``, without what a stage of a pipeline keeps for its buffers."""
+    buffers_nbytes = 0 if answer.scenario is None else answer.scenario.buffers_nbytes
+    return {tier: b.less(buffers_nbytes if tier.is_fastest else 0) for tier, b in budgets_of(hw).items()}
+
+
+def _kept(hw: Hardware) -> Iterator[str]:
     if not hw.emulated:
+        budgets = budgets_of(hw)
         of_device = hw.gpu_memory_nbytes - budgets[Tier.DEVICE].nbytes
         of_host = hw.host_nbytes_per_rank - budgets[Tier.HOST].nbytes
         yield wrapped(f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system", "  ")
+
+
+def _buffers(answer: Answer) -> Iterator[str]:
+    if answer.scenario is not None and answer.scenario.buffers_nbytes:
+        yield f"buffers: {size(answer.scenario.buffers_nbytes)} of a device for what torch.distributed.pipelining sends"
 
 
 def _needs(answer: Answer, hw: Hardware) -> dict[Tier, int]:
@@ -67,7 +79,7 @@ def _needs(answer: Answer, hw: Hardware) -> dict[Tier, int]:
         raise ValueError("an answer has a plan or a shortage")
     host_nbytes = answer.shortage.min_host_nbytes * hw.gpus_per_node
     least = replace(hw, gpu_memory_nbytes=answer.shortage.min_device_nbytes, host_memory_nbytes=host_nbytes)
-    return {tier: budget.nbytes for tier, budget in budgets_of(least).items()}
+    return {tier: budget.nbytes for tier, budget in _budgets(answer, least).items()}
 
 
 def _speed(answer: Answer, hw: Hardware) -> Iterator[str]:

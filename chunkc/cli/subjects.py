@@ -15,6 +15,7 @@ from chunkc._torch_compat.fake_job import fake_job
 from chunkc.cli.functions import model_and_inputs
 from chunkc.cli.options import DTYPES, MAX_BATCH, MAX_RANKS, MAX_SEQUENCE, Planner, chunk_size, up_to
 from chunkc.cli.output import one_line, tell
+from chunkc.distributed.mesh import AUTO, RankMesh, rank_mesh
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
@@ -25,6 +26,7 @@ from chunkc.runtime.update.rules import OPTIMIZERS
 from chunkc.scenarios.models import (
     CONFIG_MAX_NBYTES,
     FAMILIES,
+    Stage,
     Transformer,
     built_in,
     from_config_file,
@@ -55,7 +57,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh",
         metavar="NAME=N,...",
-        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, cp (slices of --seq tokens), tp; "
+        help="ranks by dimension, as in dp_shard=2,tp=4: dp_replicate, dp_shard, cp (slices of --seq tokens), tp; pp, "
+        "of `chunkc plan`: stages of a pipeline, with --accumulate micro-batches; "
         "auto, of `chunkc plan`: the fastest, where --batch is that of a rank (default: as --shard says)",
     )
     parser.add_argument(
@@ -73,7 +76,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(accumulate=1, shard="all", optimizer="adamw", mesh=None)
+    parser.set_defaults(accumulate=1, shard="all", optimizer="adamw", mesh=None, stage=None)
     parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument(
         "--batch", type=up_to(MAX_BATCH), metavar="N", help="sequences of one rank in a forward (default: 1)"
@@ -125,7 +128,7 @@ def transformer_of(name: str) -> Transformer | None:
 
 def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
     return Scenario(
-        model,
+        model if args.stage is None else _stage_of(args, model),
         Hardware.of(args.hw),
         batch=args.batch or 1,
         sequence=args.seq or model.default_sequence,
@@ -141,6 +144,24 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         tracks_grad_norm=args.clip,
         optimizer=args.optimizer,
     )
+
+
+def num_stages_of(args: argparse.Namespace) -> int:
+    """Stages along ``pp`` of ``--mesh``; ChunkcError for a mesh that is not of the machine's ranks."""
+    if args.mesh in (None, AUTO):
+        return 1
+    hw = Hardware.of(args.hw)
+    num_ranks = hw.num_ranks(args.world_size)
+    return rank_mesh(
+        args.mesh, num_ranks, RankMesh.of_data(num_ranks, num_ranks), owner=f"the plan for {hw}"
+    ).num_stages
+
+
+def _stage_of(args: argparse.Namespace, model: Transformer) -> Stage:
+    num_stages = num_stages_of(args)
+    if not 1 <= args.stage <= num_stages or num_stages == 1:
+        raise ChunkcError(f"--stage {args.stage}: the mesh {args.mesh} has {num_stages} along pp")
+    return Stage.of(model, args.stage - 1, num_stages)
 
 
 def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:

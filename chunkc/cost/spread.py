@@ -86,3 +86,32 @@ def all_gather_ms(nbytes: float, spread: Spread, links: Links) -> float:
 def all_reduce_ms(nbytes: float, spread: Spread, links: Links) -> float:
     """Milliseconds of an all-reduce of ``nbytes``: of a part of each rank, reduced and gathered."""
     return 2 * all_gather_ms(nbytes / spread.num_ranks, spread, links)
+
+
+def send_ms(nbytes: float, num_stages: int, num_stage_ranks: int, links: Links) -> float:
+    """Milliseconds in which every rank of a stage sends ``nbytes`` to its place in the next, between the slowest two.
+
+    Stages follow each other, and ranks fill nodes in their order. What a node receives from another comes over its
+    network, for all ranks together.
+
+    Raises:
+        HardwareError: for stages on several nodes of a machine of one.
+    """
+    slowest_ms = 0.0
+    for stage in range(1, num_stages):
+        receiving: Counter[int] = Counter()
+        is_within = False
+        for rank in range(stage * num_stage_ranks, (stage + 1) * num_stage_ranks):
+            node, sender = rank // links.gpus_per_node, (rank - num_stage_ranks) // links.gpus_per_node
+            receiving[node] += node != sender
+            is_within |= node == sender
+        most = max(receiving.values())
+        if most and links.node_gb_per_s is None:
+            raise HardwareError(
+                f"{num_stages} stages of {num_stage_ranks} ranks stand on several nodes of {links.gpus_per_node}, but "
+                "the machine has one node: name a machine with as many"
+            )
+        in_node_ms = nbytes / links.gpu_gb_per_s if is_within else 0.0
+        between_ms = most * nbytes / links.node_gb_per_s if links.node_gb_per_s else 0.0
+        slowest_ms = max(slowest_ms, max(in_node_ms, between_ms) * 1e-6 + links.hop_us * 1e-3)
+    return slowest_ms

@@ -11,7 +11,7 @@ from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.mesh import RankMesh, rank_mesh
 from chunkc.distributed.process_group import JobRanks, Ranks
-from chunkc.distributed.stages import StageLine
+from chunkc.distributed.stages import StageLine, StagePlace
 from chunkc.errors import ChunkcError, RankError
 from chunkc.hardware import Hardware, present_gpu
 
@@ -55,21 +55,28 @@ def lay_out(mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str) -
 
 
 def lay_out_ahead(
-    mesh: dist.DeviceMesh | str | None, machine: Hardware, shard: str, world_size: int | None
+    mesh: dist.DeviceMesh | str | None,
+    machine: Hardware,
+    shard: str,
+    world_size: int | None,
+    stage: StagePlace | None = None,
 ) -> RankMesh:
     """`lay_out` for ``world_size`` ranks on ``machine``, by default all, whatever job runs here, if any.
 
-    Raises ChunkcError, also for stages of a pipeline.
+    The ranks are those of ``stage``. Raises ChunkcError, also for stages of a pipeline where the model is none of them.
     """
     num_sharing, num_replicas = machine.sharding(shard, world_size)
     default = RankMesh.of_data(num_sharing * num_replicas, num_sharing)
     _check_shard(mesh, shard)
-    laid_out = rank_mesh(mesh, len(default.ranks), default, owner=f"the plan for {machine}")
-    if laid_out.num_stages > 1:
+    first = 0 if stage is None else (stage.place - 1) * (len(default.ranks) // stage.num_places)
+    laid_out = rank_mesh(mesh, len(default.ranks), default, first, owner=f"the plan for {machine}")
+    if stage is not None and stage.num_places != laid_out.num_stages:
+        raise ChunkcError(f"{stage}, and the mesh {mesh} has {laid_out.num_stages} stages along pp")
+    if laid_out.num_stages > 1 and stage is None:
         raise ChunkcError(
             f"the mesh has {laid_out.num_stages} stages of a pipeline (pp), which chunkc.plan does not divide a model "
             f"into: plan each stage as a model, with world_size={len(laid_out.ranks)}, accumulate= and in_flight=, and "
-            "leave pp out of the mesh"
+            "leave pp out of the mesh. The command `chunkc plan` divides the models that it builds"
         )
     return laid_out
 

@@ -7,7 +7,7 @@ Where all layers of a model are alike, the schedule of a deep model follows from
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,7 +30,7 @@ from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.passes.rematerialise import KEEP_ALL
 from chunkc.progress import stage
 from chunkc.runtime.params.tensor_views import views_of
-from chunkc.scenarios.models import Transformer, parallelise
+from chunkc.scenarios.models import Transformer, divided_module, parallelise
 from chunkc.scenarios.slicing import sliced_ahead
 
 logger = logging.getLogger("chunkc")
@@ -59,7 +59,7 @@ class Subject:
         """Equal where captures are."""
         ranks = (self.num_tensor, self.num_slices)
         machine = (self.hw.compute_dtype, self.hw.compute_capability)
-        return (repr(self.model), self.batch, self.sequence, self.dtype, self.backend, *ranks, *machine)
+        return (self.model.capture_key, self.batch, self.sequence, self.dtype, self.backend, *ranks, *machine)
 
     @property
     def num_layers(self) -> int | None:
@@ -84,7 +84,7 @@ class Subject:
         """``transformer`` with the parts that a rank has of its parameters."""
         model, num = transformer.build(), self.num_tensor
         if num > 1:
-            parallelise(model, transformer.label, first_line(num, TP))
+            parallelise(divided_module(model), transformer.label, first_line(num, TP))
         ranks = tuple(range(self.num_slices * num))
         mesh = RankMesh(1, self.num_slices, num, ranks, num_context=self.num_slices)
         with sliced_ahead(model, mesh), views_of(model, mesh).lent():
@@ -105,12 +105,23 @@ class Subject:
         with self._built(transformer) as model:
             dtype = compute_dtype(self.dtype, list(unique_params(model)), self.hw)
             captured = capture_ahead(
-                *(model, dtype, inputs, self.backend, chooser),
+                *(model, dtype, _as_computed(inputs, model, dtype), self.backend, chooser),
                 gpu=self.hw.compute_capability,
                 context=first_slice(RankMesh(1, self.num_slices, 1, (0,), num_context=self.num_slices)),
             )
         estimates[shares[-1]] = captured.estimates
         return [CapturedAhead(estimates.get(keep, captured.estimates), captured.stages) for keep in shares]
+
+
+def _as_computed(
+    inputs: Mapping[str, torch.Tensor], model: nn.Module, dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """``inputs`` with hidden states in the dtype in which another stage would have computed them."""
+    dtype = dtype or next(param.dtype for param in model.parameters())
+    return {
+        name: value.detach().to(dtype).requires_grad_() if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 @dataclass(slots=True)

@@ -27,9 +27,11 @@ from chunkc.compiler.validation import needs_scaling
 from chunkc.cost.rates import known_rates
 from chunkc.distributed.job import lay_out_ahead
 from chunkc.distributed.mesh import RankMesh
+from chunkc.distributed.stages import check_unscaled
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import Activations, Packings, Planned, PlanOptions, Target, budgets_of, make_fastest_plan
 from chunkc.passes.rematerialise import (
     KEEP_ALL,
@@ -133,11 +135,16 @@ class Scenario:
     @property
     def ranks(self) -> RankMesh:
         """The ranks by dimension; ChunkcError for those that cannot be."""
-        return lay_out_ahead(self.mesh or None, self.hw, self.shard, self.world_size)
+        return lay_out_ahead(self.mesh or None, self.hw, self.shard, self.world_size, self.model.place)
 
     @property
     def num_ranks(self) -> int:
         return self.hw.num_ranks(self.world_size)
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of a device that are kept for what goes between stages of a pipeline."""
+        return self.model.buffers_nbytes(self.batch, self.sequence, self.accumulate, self.dtype, self.hw)
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
@@ -146,7 +153,7 @@ class Scenario:
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
         clipping = {None: "", True: ", clipped", False: ", neither clipped nor scaled"}
         waits = clipping[self.tracks_grad_norm] + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
-        what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
+        what = f"{self.model.title}, {ranks}batch {times}{self.batch} x {self.sequence}"
         moves = ", activations moved" if self.activations == "offload" else ""
         share = f" ({1 - self.kept_share:.0%} of the layers)" if self.recompute is Recompute.PARTIAL else ""
         return f"{what}, recompute {self.recompute}{share}{moves}{waits}"
@@ -247,8 +254,7 @@ class Scenarios:
 
     def _fastest(self, scenario: Scenario, max_actions: int) -> Answer:
         """Plan with the share of layers computed again that is the fastest, or makes the model fit."""
-        began_s = time.perf_counter()
-        budgets = self._budgets(scenario)
+        began_s, budgets = time.perf_counter(), self._budgets(scenario)
         with uncollected(), within(str(scenario)):
             choice = budgets.choice()
         self.tell(f"{scenario}: {choice.note} ({time.perf_counter() - began_s:.1f} s)")
@@ -342,7 +348,7 @@ def policies() -> tuple[str, ...]:
 def _target(scenario: Scenario) -> Target:
     hw, ranks = scenario.hw, scenario.ranks
     return Target(
-        model=scenario.model.label,
+        model=scenario.model.title,
         hw=str(hw),
         budgets=budgets_of(hw),
         world_size=ranks.num_sharing,
@@ -351,7 +357,7 @@ def _target(scenario: Scenario) -> Target:
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
         runs_inline=hw.emulated,
         mesh=ranks.dims,
-    )
+    ).less({Tier.DEVICE: scenario.buffers_nbytes})
 
 
 def _planned(scenario: Scenario, captured: CapturedAhead, max_actions: int, packings: Packings) -> Answer:
@@ -368,17 +374,20 @@ def _chunkc_plan(
     scenario: Scenario, captured: CapturedAhead, target: Target, max_actions: int, packings: Packings
 ) -> Plan:
     schedule, options = _wishes(scenario, captured.schedule)
-    stages, backend = captured.stages, scenario.backend
-    return plan_schedule(schedule, target, options, stages, backend, max_actions=max_actions, packings=packings)
+    wanted = (schedule, target, options, captured.stages, scenario.backend)
+    return plan_schedule(*wanted, max_actions=max_actions, packings=packings)
 
 
 def _wishes(scenario: Scenario, schedule: Schedule) -> tuple[Schedule, PlanOptions]:
     """``schedule`` with its norms and scaled tangents, and the options of its plan."""
     scales = needs_scaling(schedule.params) and scenario.tracks_grad_norm is not False
     tracks_grad_norm = scales if scenario.tracks_grad_norm is None else scenario.tracks_grad_norm
+    if scales:
+        check_unscaled(scenario.ranks)
     options = PlanOptions(
         chunk_numel=scenario.chunk_numel,
         accumulate=scenario.accumulate,
+        in_flight=scenario.model.in_flight(scenario.accumulate),
         tracks_grad_norm=tracks_grad_norm,
         scales=scales,
         state_spec=states_of(scenario.optimizer),

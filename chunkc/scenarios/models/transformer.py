@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +13,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from chunkc.distributed.stages import StagePlace
 from chunkc.errors import ChunkcError
 from chunkc.files import FormatError, read_json, shown
+from chunkc.hardware import Hardware
 
 _DEPTH_KEYS: Final = {"gpt2": ("n_layer", "num_hidden_layers"), "bert": ("num_hidden_layers",)}
 """Of architectures whose layers are all alike, whatever the configuration says: what may hold their number."""
@@ -66,6 +69,29 @@ class Transformer:
         return None if key is None else int(self.config[key])
 
     @property
+    def title(self) -> str:
+        """``label``, and which part of the model it is."""
+        return self.label
+
+    @property
+    def capture_key(self) -> str:
+        """Equal for models whose captures are equal."""
+        return repr(self)
+
+    @property
+    def place(self) -> StagePlace | None:
+        """The stage of a pipeline that it is; None: a whole model."""
+        return None
+
+    def in_flight(self, accumulate: int) -> int:
+        """Micro-batches, of ``accumulate``, whose forward has begun and whose backward has not ended, at most."""
+        return 1
+
+    def buffers_nbytes(self, batch: int, sequence: int, accumulate: int, dtype: torch.dtype | str, hw: Hardware) -> int:
+        """Device bytes that are kept beside a plan for what goes between stages; ``dtype``: as of a scenario."""
+        return 0
+
+    @property
     def default_sequence(self) -> int:
         """1,024 tokens, or as many as the model has positions for."""
         return min([_DEFAULT_SEQUENCE, *self._lengths().values()])
@@ -78,7 +104,7 @@ class Transformer:
         """The same model with another number of layers; ValueError where its layers are not all alike."""
         if self.depth_key is None:
             raise ValueError(f"{self.label} has no depth that can be changed: its layers differ")
-        return Transformer(self.label, {**self.config, self.depth_key: num_layers}, self.head)
+        return replace(self, config={**self.config, self.depth_key: num_layers})
 
     def build(self, *, recompute: bool = False) -> nn.Module:
         """The model on the meta device, in training mode; ``recompute``: with a checkpoint around every layer.
@@ -86,17 +112,28 @@ class Transformer:
         Raises:
             ChunkcError: when transformers is not installed, or refuses the configuration.
         """
-        transformers = _transformers()
-        options = {key: value for key, value in self.config.items() if key != "model_type"} | {"use_cache": False}
-        try:
-            config = transformers.AutoConfig.for_model(self.config["model_type"], **options)
-            with torch.device("meta"):
-                model: nn.Module = getattr(transformers, self.head).from_config(config)
-        except Exception as error:  # each configuration and model checks what it is given in its own way
-            raise ChunkcError(f"transformers cannot build {self.label}: {type(error).__name__}: {error}") from error
+        with self._building() as transformers, torch.device("meta"):
+            model: nn.Module = getattr(transformers, self.head).from_config(self.configuration())
         if recompute:
             checkpoint_layers(model, self.label)
         return model.train()
+
+    def configuration(self) -> Any:
+        """The configuration as transformers has it, with what ``config`` leaves out; ChunkcError as `build`."""
+        options = {key: value for key, value in self.config.items() if key != "model_type"} | {"use_cache": False}
+        with self._building() as transformers:
+            return transformers.AutoConfig.for_model(self.config["model_type"], **options)
+
+    @contextmanager
+    def _building(self) -> Iterator[Any]:
+        """transformers, whose errors in the block are ChunkcError."""
+        transformers = _transformers()
+        try:
+            yield transformers
+        except ChunkcError:
+            raise
+        except Exception as error:  # each configuration and model checks what it is given in its own way
+            raise ChunkcError(f"transformers cannot build {self.label}: {type(error).__name__}: {error}") from error
 
     def inputs(self, batch: int, sequence: int, num_slices: int = 1) -> dict[str, torch.Tensor]:
         """Tokens [batch, sequence] and labels, of tokens or of whole sequences, int64 on the meta device.

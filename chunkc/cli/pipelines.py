@@ -1,0 +1,161 @@
+"""``chunkc plan --mesh pp=4,...``: stages of a pipeline, each with a plan of its own, and the step of all.
+
+Without ``--stage`` the answer is a table of stages, and the step that they make together; with it, the plan of that
+stage is shown, drawn and saved like that of a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from chunkc.cli.advice import missing
+from chunkc.cli.output import show, tell
+from chunkc.cli.pictures import wished
+from chunkc.cli.screen import answer_json
+from chunkc.cli.subjects import num_stages_of, quietly, scenario_of, transformer_of
+from chunkc.errors import ChunkcError
+from chunkc.ir.tiers import Tier
+from chunkc.passes import budgets_of
+from chunkc.report.columns import table, wrapped
+from chunkc.report.timeline import duration
+from chunkc.report.units import percent, size
+from chunkc.scenarios.pipelines import Pipeline, StageAnswer, pipelined
+from chunkc.scenarios.scenario import Scenarios
+
+_MEMORY = ("stage", "layers", "in flight", "recompute", "device", "share", "host", "")
+_TIMES = ("stage", "forward", "backward", "update", "busy")
+
+
+def shows_stages(args: argparse.Namespace) -> bool:
+    """Whether the answer is that of all stages; ChunkcError for options that name one plan then."""
+    num_stages = num_stages_of(args)
+    if num_stages == 1 or args.stage is not None:
+        return False
+    named = [f"--{name}" for name in ("save", "table", "full") if getattr(args, name)] + wished(args)
+    if named:
+        raise ChunkcError(
+            f"{', '.join(named)}: one plan is meant, and a pipeline has {num_stages}: name a stage by --stage 1 to "
+            f"--stage {num_stages}"
+        )
+    return True
+
+
+def run(args: argparse.Namespace, scenarios: Scenarios) -> int:
+    """Plan all stages and print the answer; the exit code is 1 where one does not fit."""
+    num_stages = num_stages_of(args)
+    with quietly():
+        model = transformer_of(args.model)
+        if model is None:
+            raise ChunkcError(
+                f"{args.model} is one model, which is not divided into stages: let the function return a stage, and "
+                "leave pp out of --mesh"
+            )
+        found = pipelined(scenario_of(args, model), num_stages, scenarios)
+    if args.accumulate < num_stages:
+        tell(f"--accumulate {args.accumulate}: fewer micro-batches than the {num_stages} stages, so some always wait")
+    show(json.dumps(pipeline_json(found)) if args.json else render(found))
+    return 0 if found.fits else 1
+
+
+def render(found: Pipeline) -> str:
+    """One screen: does every stage fit, what does each need, how long is a step and its bubble."""
+    scenario, budgets = found.scenario, budgets_of(found.scenario.hw)
+    verdict = "fits" if found.fits else "does not fit"
+    rows = [_memory(each, budgets[Tier.DEVICE].nbytes) for each in found.stages]
+    shortages = [
+        wrapped(f"stage {each.stage.number + 1} does not fit: {missing(each.answer.shortage)}", "  ")
+        for each in found.stages
+        if each.answer.shortage is not None
+    ]
+    lines = [*_speed(found), *_buffers(found)]
+    parts = [
+        wrapped(f"{scenario} on {scenario.hw}, each rank of a stage: {verdict}", "  "),
+        table(_MEMORY, rows, "rrrlrrrl"),
+        "\n".join(shortages),
+        _times(found),
+        "\n".join(wrapped(line, " " * 10) for line in lines),
+        wrapped("a stage's own plan: --stage 1 with --table, --full or --save plan.json", "  "),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _memory(each: StageAnswer, budget_nbytes: int) -> tuple[str, ...]:
+    """``budget_nbytes``: of a device, with what is kept for buffers."""
+    plan, scenario = each.answer.plan, each.answer.scenario
+    names = (str(each.stage.number + 1), str(each.stage.num_own_layers))
+    if plan is None or scenario is None:
+        return (*names, *[""] * 5, "no plan")
+    device_nbytes = plan.memory.device_peak_nbytes
+    share = percent(device_nbytes + each.buffers_nbytes, budget_nbytes)
+    needs = (size(device_nbytes), share, size(plan.memory.host_nbytes))
+    return (*names, str(plan.in_flight), str(scenario.recompute), *needs, "")
+
+
+def _times(found: Pipeline) -> str:
+    """A forward and a backward of one micro-batch, the update, and the share of a step that a stage's ranks work."""
+    if found.time is None:
+        return ""
+    rows = [
+        (
+            str(each.stage.number + 1),
+            *map(duration, (each.times.forward_ms, each.times.backward_ms, each.times.step_ms)),
+            percent(busy_ms, found.time.step_ms),
+        )
+        for each, busy_ms in zip(found.stages, found.time.rank_busy_ms, strict=True)
+        if each.times is not None
+    ]
+    return table(_TIMES, rows, "rrrrr")
+
+
+def _speed(found: Pipeline) -> list[str]:
+    if found.time is None:
+        return [found.unpriced] if found.unpriced else []
+    step_ms, num_samples = found.time.step_ms, found.num_samples
+    tokens_per_s = num_samples * found.scenario.sequence / step_ms * 1e3
+    tflops = found.model_flops / len(found.stages) / step_ms * 1e-9
+    micro_batches = f"{found.scenario.accumulate} micro-batches; {duration(found.sent_ms)} from stage to stage"
+    return [
+        f"step      {duration(step_ms)}, simulated, not measured; {tokens_per_s:,.0f} tokens/s; "
+        f"{num_samples / step_ms * 1e3:,.4g} samples/s",
+        f"compute   {tflops:.4g} TFLOPS, the mean of all ranks",
+        f"bubble    {percent(found.time.bubble_share, 1.0)} of the ranks' time, by 1F1B with {micro_batches}",
+    ]
+
+
+def _buffers(found: Pipeline) -> list[str]:
+    nbytes = max(each.buffers_nbytes for each in found.stages)
+    return [f"buffers   at most {size(nbytes)} of a device are kept for what torch.distributed.pipelining sends"]
+
+
+def pipeline_json(found: Pipeline) -> dict[str, Any]:
+    """Plain data for ``json.dumps``: the step of all stages, and each stage as `answer_json` has a model."""
+    hw, time = found.scenario.hw, found.time
+    step_ms = None if time is None else time.step_ms
+    return {
+        "fits": found.fits,
+        "model": found.scenario.model.label,
+        "mesh": found.scenario.mesh,
+        "hw": str(hw),
+        "step_ms": step_ms,
+        "bubble_share": None if time is None else time.bubble_share,
+        "samples_per_s": None if step_ms is None else found.num_samples / step_ms * 1e3,
+        "tokens_per_s": None if step_ms is None else found.num_samples * found.scenario.sequence / step_ms * 1e3,
+        "sent_ms": None if time is None else found.sent_ms,
+        "unpriced": found.unpriced,
+        "stages": [_stage_json(each, found) for each in found.stages],
+    }
+
+
+def _stage_json(each: StageAnswer, found: Pipeline) -> dict[str, Any]:
+    times, stage = each.times, each.stage
+    return answer_json(each.answer, found.scenario.hw, ()) | {
+        "stage": stage.number + 1,
+        "num_layers": stage.num_own_layers,
+        "in_flight": stage.in_flight(found.scenario.accumulate),
+        "buffers_nbytes": each.buffers_nbytes,
+        "forward_ms": None if times is None else times.forward_ms,
+        "backward_ms": None if times is None else times.backward_ms,
+        "update_ms": None if times is None else times.step_ms,
+    }
