@@ -114,7 +114,15 @@ ERRORS: dict[str, tuple[list[str], str]] = {
         ["llama/config.json", "--mesh", "dp_shard=2,tp=2"],
         "and the plan for 8xa100-40g-1024g has 8",
     ),
-    "stages": (["llama/config.json", "--mesh", "pp=2,dp_shard=4"], "plan each stage as a model, with world_size=4"),
+    "layers": (["llama/config.json", "--mesh", "pp=4,dp_shard=2"], "pp=4: llama has 2 layers, one a stage or more"),
+    "kind": (["opt/config.json", "--mesh", "pp=2"], "opt (opt, AutoModelForCausalLM) is not divided into stages"),
+    "module": (["no_such:build", "--mesh", "pp=2"], "no_such:build is one model, which is not divided into stages"),
+    "saved": (["llama/config.json", "--mesh", "pp=2", "--save", "p.json"], "--save: one plan is meant"),
+    "drawn": (["llama/config.json", "--mesh", "pp=2", "--html", "p.html"], "name a stage by --stage 1 to --stage 2"),
+    "stage": (["llama/config.json", "--mesh", "pp=2", "--stage", "3"], "--stage 3: the mesh pp=2 has 2 along pp"),
+    "no stages": (["llama/config.json", "--mesh", "tp=2", "--stage", "1"], "--stage 1: the mesh tp=2 has 1 along pp"),
+    "cp": (["llama/config.json", "--mesh", "pp=2,cp=4"], "has cp beside tp or pp"),
+    "fp16": (["llama/config.json", "--mesh", "pp=2", "--dtype", "float16"], "cannot scale gradients of fp16"),
     "nodes": (["llama/config.json", "--mesh", "tp=2", "--shard", "node"], "name the dimensions dp_replicate"),
 }
 
@@ -126,6 +134,11 @@ def test_what_cannot_be_planned_is_an_error(what: str, capsys: pytest.CaptureFix
     captured: Any = capsys.readouterr()
     assert part in " ".join(captured.err.split()) and captured.out == ""
     assert not torch.distributed.is_initialized()
+
+
+def test_the_other_commands_do_not_divide_models_into_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "llama/config.json", "--hw", HW, "--mesh", "pp=2", "--activations", "keep"]) == 2
+    assert "plan each stage as a model, with world_size=4" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_saved_plan_has_its_mesh_already(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from costs import LINKS
 
-from chunkc.cost.spread import Dims, Spread, all_gather_ms, all_reduce_ms, neighbours, spread_of
+from chunkc.cost.spread import Dims, Spread, all_gather_ms, all_reduce_ms, neighbours, send_ms, spread_of
 from chunkc.errors import HardwareError
 
 MESH = (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))
@@ -68,3 +68,15 @@ def test_a_line_without_neighbours_uses_the_network_alone() -> None:
 def test_several_nodes_need_a_network() -> None:
     with pytest.raises(HardwareError, match="16 ranks that exchange stand on several nodes of 8, but the machine has"):
         all_gather_ms(256, neighbours(16, 8), LINKS)
+
+
+def test_what_a_stage_sends_is_as_slow_as_the_busiest_node_or_link() -> None:
+    """Stages of four ranks on nodes of eight: the second stage is on the first one's node, the third on another."""
+    links = replace(LINKS, node_gb_per_s=64e-6, hop_us=500.0)
+    assert send_ms(64, 2, 4, replace(LINKS, hop_us=500.0)) == pytest.approx(64 / 256 + 0.5)
+    assert send_ms(64, 3, 4, links) == pytest.approx(4 * 1.0 + 0.5)
+    assert send_ms(64, 2, 8, links) == pytest.approx(8 * 1.0 + 0.5)
+    # of six ranks two send within a node, and four to the next
+    assert send_ms(64, 2, 6, links) == pytest.approx(4 * 1.0 + 0.5)
+    with pytest.raises(HardwareError, match="2 stages of 8 ranks stand on several nodes of 8"):
+        send_ms(64, 2, 8, LINKS)

@@ -13,7 +13,9 @@ from models import loss_of
 from parallel_models import PARALLEL_CASES, parallelise
 from rank_context import SHARD_AND_CP, Sliced, sliced
 from rank_context import planned_text as planned_text_of_slices
+from rank_stages import stage_text
 from rank_tensor import TP, TP_AND_SHARD, Parallel, mesh_of, planned_text
+from tiny_transformers import TINY_BERT, TINY_GPT
 from torch import nn
 
 import chunkc
@@ -22,6 +24,8 @@ from chunkc.cost.rates import cost_rates
 from chunkc.cost.simulate import price
 from chunkc.ir.work import Kind
 from chunkc.report import Plan
+from chunkc.scenarios.models import Stage, Transformer
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 EXAMPLE = PARALLEL_CASES["llama"].batches()[0]
 
@@ -217,3 +221,23 @@ def test_what_cannot_be_planned_is_refused(what: str, four: None) -> None:
     call, pattern = REFUSED[what]
     with pytest.raises(chunkc.ChunkcError, match=pattern):
         call()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [TINY_GPT, TINY_BERT], ids=["gpt", "bert"])
+def test_stages_make_the_plans_that_scenarios_have(model: Transformer, two_ranks: Pool) -> None:
+    """On a machine where chunks of both move, with what pipelining keeps taken from it."""
+
+    def answers(hw: chunkc.Hardware) -> list[Answer]:
+        options: dict[str, Any] = {"mesh": "pp=2", "accumulate": 4, "backend": "eager", "dtype": torch.float32}
+        options |= {"recompute": Recompute.NONE, "activations": "keep"}
+        stages = [Stage.of(model, number, 2) for number in range(2)]
+        return [Scenarios().answer(Scenario(stage, hw, 1, 16, **options)) for stage in stages]
+
+    named = chunkc.Hardware.parse("2xemulated-1k-1g")
+    nbytes = max(each.shortage.min_device_nbytes for each in answers(named) if each.shortage is not None)
+    hw = replace(named, name=f"2xemulated-{nbytes}-1g", gpu_memory_nbytes=nbytes)
+    ahead = [each.plan for each in answers(hw)]
+    texts = two_ranks.run(stage_text, model, hw, 4)
+    assert texts == [replace(plan, model="", stages=()).text() for plan in ahead if plan is not None]
+    assert [plan.in_flight for plan in ahead if plan is not None] == [2, 1] and any("fetch" in text for text in texts)

@@ -30,11 +30,12 @@ def check_steady(found: list[Steady]) -> None:
     assert len({rank.stats["comm_nbytes"] for rank in found}) == 1
 
 
-def check_volume(found: list[Steady], num_ranks: int, max_gathers: int = 2) -> None:
+def check_volume(found: list[Steady], num_ranks: int, max_gathers: int = 3) -> None:
     """Each rank receives the others' share of the model once in reducing it, and in gathering it mostly twice.
 
     That is 6 (p - 1) / p bytes for each parameter in 16 bits, 12 in fp32, on top of padding. What stays on the device
-    between forward and backward is gathered once; a tied embedding that leaves it between its uses, three times.
+    between forward and backward is gathered once. On the smallest machine some groups leave between two uses in one
+    graph, and are gathered three times.
     """
     for rank in found:
         share_nbytes = rank.chunks_nbytes * (num_ranks - 1) / num_ranks
@@ -54,7 +55,7 @@ def test_a_steady_step_is_the_plan(dtype: torch.dtype, hw: str | None, two_ranks
     """Where chunks move, they are gathered for forward and again for backward; where all is resident, once."""
     found = two_ranks.run(steady, Work("gpt2_small", hw=hw, dtype=dtype))
     check_steady(found)
-    check_volume(found, 2, max_gathers=3)
+    check_volume(found, 2)
     is_tight = hw is None
     assert all((rank.stats["h2d_nbytes"] > 0) == is_tight for rank in found)
     gathers = {rank.planned_nbytes["gather"] / rank.planned_nbytes["reduce"] for rank in found}
@@ -84,7 +85,7 @@ def test_micro_batches_of_moving_chunks_exchange_each_time(two_ranks: Pool) -> N
 def test_a_steady_step_of_four_ranks_is_the_plan(name: str, dtype: torch.dtype, four_ranks: Pool) -> None:
     found = four_ranks.run(steady, Work(name, hw=None, dtype=dtype), timeout_s=400)
     check_steady(found)
-    check_volume(found, 4, max_gathers=2 if name == "llama" else 3)
+    check_volume(found, 4)
 
 
 @pytest.mark.long

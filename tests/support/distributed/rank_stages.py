@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import chunkc
 from chunkc.runtime.optim.optimizer import ChunkOptimizer
+from chunkc.scenarios.models import Stage, Transformer
+from chunkc.scenarios.models.stages import StageModule
 
 LR = 0.5
 
@@ -125,3 +128,25 @@ def plain_gradients(num: int) -> list[torch.Tensor]:
         plain(batch(place)).square().sum().backward()
         found += [p.grad for p in plain.parameters() if p.grad is not None]
     return found
+
+
+def stage_text(model: Transformer, hw: chunkc.Hardware, accumulate: int) -> str:
+    """The text of the plan that this rank makes of its stage of ``model``, trained for one micro-batch of 16 tokens."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    stage = Stage.of(model, mesh.get_local_rank(), 2)
+    built = getattr(transformers, model.head).from_config(stage.configuration()).train()
+    part = chunkc.compile(
+        StageModule(built, is_first=stage.is_first, is_last=stage.is_last),
+        hw,
+        mesh=mesh,
+        dtype=torch.float32,
+        backend="eager",
+        accumulate=accumulate,
+        in_flight=stage.in_flight(accumulate),
+        activations="keep",
+        reserve=stage.buffers_nbytes(1, 16, accumulate, torch.float32, hw),
+    )
+    _optimizer = chunkc.AdamW(part.parameters())
+    examples = {name: torch.ones_like(value, device="cpu") for name, value in stage.inputs(1, 16).items()}
+    part(**{name: value.requires_grad_(value.is_floating_point()) for name, value in examples.items()})
+    return replace(chunkc.plan_of(part), model="", stages=()).text()
