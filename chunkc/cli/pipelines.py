@@ -1,4 +1,4 @@
-"""``chunkc plan --mesh pp=4,...``: stages of a pipeline, each with a plan of its own, and the step of all.
+"""``chunkc plan --mesh pp=4,...``: a plan for each stage of a pipeline, and the step of all.
 
 Without ``--stage`` the answer is a table of stages, and the step that they make together; with it, the plan of that
 stage is shown, drawn and saved like that of a model.
@@ -94,7 +94,7 @@ def _memory(each: StageAnswer, budget_nbytes: int) -> tuple[str, ...]:
 
 
 def _times(found: Pipeline) -> str:
-    """A forward and a backward of one micro-batch, the update, and the share of a step that a stage's ranks work."""
+    """Table of a forward and a backward of one micro-batch, the update, and the busy share of a step."""
     if found.time is None:
         return ""
     rows = [

@@ -89,10 +89,10 @@ def all_reduce_ms(nbytes: float, spread: Spread, links: Links) -> float:
 
 
 def send_ms(nbytes: float, num_stages: int, num_stage_ranks: int, links: Links) -> float:
-    """Milliseconds in which every rank of a stage sends ``nbytes`` to its place in the next, between the slowest two.
+    """Milliseconds in which every rank of a stage sends ``nbytes`` to its place in the next.
 
-    Stages follow each other, and ranks fill nodes in their order. What a node receives from another comes over its
-    network, for all ranks together.
+    Between the two stages where it takes longest. Stages follow each other, and ranks fill nodes in their order. What a
+    node receives from another comes over its network, for all ranks together.
 
     Raises:
         HardwareError: for stages on several nodes of a machine of one.

@@ -178,6 +178,6 @@ class StageModule(nn.Module):
 
 
 def divided_module(model: nn.Module) -> nn.Module:
-    """What ranks along ``tp`` divide of a built model: that of transformers."""
+    """The module of transformers in a built model, which ranks along ``tp`` divide."""
     inner: nn.Module = model.model if isinstance(model, StageModule) else model
     return inner
