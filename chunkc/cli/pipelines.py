@@ -31,6 +31,9 @@ _TIMES = ("stage", "forward", "backward", "update", "busy")
 def shows_stages(args: argparse.Namespace) -> bool:
     """Whether the answer is that of all stages; ChunkcError for options that name one plan then."""
     num_stages = num_stages_of(args)
+    if args.stage is not None and (num_stages == 1 or args.stage > num_stages):
+        mesh = f"--mesh {args.mesh}" if args.mesh else "a plan without --mesh"
+        raise ChunkcError(f"--stage {args.stage} names a stage of a mesh with pp, and {mesh} has {num_stages}")
     if num_stages == 1 or args.stage is not None:
         return False
     named = [f"--{name}" for name in ("save", "table", "full") if getattr(args, name)] + wished(args)

@@ -128,7 +128,7 @@ def transformer_of(name: str) -> Transformer | None:
 
 def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
     return Scenario(
-        model if args.stage is None else _stage_of(args, model),
+        model if args.stage is None else Stage.of(model, args.stage - 1, num_stages_of(args)),
         Hardware.of(args.hw),
         batch=args.batch or 1,
         sequence=args.seq or model.default_sequence,
@@ -155,13 +155,6 @@ def num_stages_of(args: argparse.Namespace) -> int:
     return rank_mesh(
         args.mesh, num_ranks, RankMesh.of_data(num_ranks, num_ranks), owner=f"the plan for {hw}"
     ).num_stages
-
-
-def _stage_of(args: argparse.Namespace, model: Transformer) -> Stage:
-    num_stages = num_stages_of(args)
-    if not 1 <= args.stage <= num_stages or num_stages == 1:
-        raise ChunkcError(f"--stage {args.stage}: the mesh {args.mesh} has {num_stages} along pp")
-    return Stage.of(model, args.stage - 1, num_stages)
 
 
 def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
