@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from chunkc.cli.advice import missing
+from chunkc.cli.options import DTYPES
 from chunkc.cli.output import show, tell
 from chunkc.cli.pictures import wished
 from chunkc.cli.screen import answer_json
 from chunkc.cli.subjects import num_stages_of, quietly, scenario_of, transformer_of
-from chunkc.errors import ChunkcError
+from chunkc.errors import BudgetError, ChunkcError
+from chunkc.hardware import Hardware
 from chunkc.ir.tiers import Tier
 from chunkc.passes import budgets_of
 from chunkc.report.columns import table, wrapped
@@ -24,13 +28,16 @@ from chunkc.report.units import percent, size
 from chunkc.scenarios.pipelines import Pipeline, StageAnswer, pipelined
 from chunkc.scenarios.scenario import Scenarios
 
-_MEMORY = ("stage", "layers", "in flight", "recompute", "device", "share", "host", "")
-_TIMES = ("stage", "forward", "backward", "update", "busy")
+_MEMORY: Final = ("stage", "layers", "in flight", "recompute", "device", "share", "host", "")
+_OF_THE_WHOLE: Final = frozenset({"step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "advice", "hw", "model"})
+_TIMES: Final = ("stage", "forward", "backward", "update", "busy")
 
 
 def shows_stages(args: argparse.Namespace) -> bool:
     """Whether the answer is that of all stages; ChunkcError for options that name one plan then."""
     num_stages = num_stages_of(args)
+    if num_stages > 1:
+        _check(args, num_stages)
     if args.stage is not None and (num_stages == 1 or args.stage > num_stages):
         mesh = f"--mesh {args.mesh}" if args.mesh else "a plan without --mesh"
         raise ChunkcError(f"--stage {args.stage} names a stage of a mesh with pp, and {mesh} has {num_stages}")
@@ -45,6 +52,18 @@ def shows_stages(args: argparse.Namespace) -> bool:
     return True
 
 
+def _check(args: argparse.Namespace, num_stages: int) -> None:
+    """Refuse what stages cannot do, before anything is captured; say where some have nothing to do."""
+    hw, dtype = Hardware.of(args.hw), DTYPES[args.dtype]
+    if torch.float16 in (dtype, hw.compute_dtype if dtype == "auto" else None) and args.clip is not False:
+        raise ChunkcError(
+            f"stages of a pipeline cannot scale gradients of fp16, the compute dtype of {hw}: a stage that overflows "
+            "would skip a step that others take. Give --dtype float32, or --no-clip, with which no loss is scaled"
+        )
+    if args.accumulate < num_stages:
+        tell(f"--accumulate {args.accumulate}: fewer micro-batches than the {num_stages} stages, so some always wait")
+
+
 def run(args: argparse.Namespace, scenarios: Scenarios) -> int:
     """Plan all stages and print the answer; the exit code is 1 where one does not fit."""
     num_stages = num_stages_of(args)
@@ -56,8 +75,6 @@ def run(args: argparse.Namespace, scenarios: Scenarios) -> int:
                 "leave pp out of --mesh"
             )
         found = pipelined(scenario_of(args, model), num_stages, scenarios)
-    if args.accumulate < num_stages:
-        tell(f"--accumulate {args.accumulate}: fewer micro-batches than the {num_stages} stages, so some always wait")
     show(json.dumps(pipeline_json(found)) if args.json else render(found))
     return 0 if found.fits else 1
 
@@ -67,11 +84,7 @@ def render(found: Pipeline) -> str:
     scenario, budgets = found.scenario, budgets_of(found.scenario.hw)
     verdict = "fits" if found.fits else "does not fit"
     rows = [_memory(each, budgets[Tier.DEVICE].nbytes) for each in found.stages]
-    shortages = [
-        wrapped(f"stage {each.stage.number + 1} does not fit: {missing(each.answer.shortage)}", "  ")
-        for each in found.stages
-        if each.answer.shortage is not None
-    ]
+    shortages = [_shortage(each, each.answer.shortage) for each in found.stages if each.answer.shortage is not None]
     lines = [*_speed(found), *_buffers(found)]
     parts = [
         wrapped(f"{scenario} on {scenario.hw}, each rank of a stage: {verdict}", "  "),
@@ -82,6 +95,11 @@ def render(found: Pipeline) -> str:
         wrapped("a stage's own plan: --stage 1 with --table, --full or --save plan.json", "  "),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _shortage(each: StageAnswer, shortage: BudgetError) -> str:
+    least = f"{size(shortage.min_device_nbytes)} of device and {size(shortage.min_host_nbytes)} of host memory"
+    return wrapped(f"stage {each.stage.number + 1} does not fit: {missing(shortage)}; it takes {least}", "  ")
 
 
 def _memory(each: StageAnswer, budget_nbytes: int) -> tuple[str, ...]:
@@ -115,14 +133,11 @@ def _times(found: Pipeline) -> str:
 def _speed(found: Pipeline) -> list[str]:
     if found.time is None:
         return [found.unpriced] if found.unpriced else []
-    step_ms, num_samples = found.time.step_ms, found.num_samples
-    tokens_per_s = num_samples * found.scenario.sequence / step_ms * 1e3
-    tflops = found.model_flops / len(found.stages) / step_ms * 1e-9
     micro_batches = f"{found.scenario.accumulate} micro-batches; {duration(found.sent_ms)} from stage to stage"
     return [
-        f"step      {duration(step_ms)}, simulated, not measured; {tokens_per_s:,.0f} tokens/s; "
-        f"{num_samples / step_ms * 1e3:,.4g} samples/s",
-        f"compute   {tflops:.4g} TFLOPS, the mean of all ranks",
+        f"step      {duration(found.time.step_ms)}, simulated, not measured; {found.tokens_per_s:,.0f} tokens/s; "
+        f"{found.samples_per_s:,.4g} samples/s",
+        f"compute   {found.model_tflops:.4g} TFLOPS, the mean of all ranks",
         f"bubble    {percent(found.time.bubble_share, 1.0)} of the ranks' time, by 1F1B with {micro_batches}",
     ]
 
@@ -134,17 +149,21 @@ def _buffers(found: Pipeline) -> list[str]:
 
 def pipeline_json(found: Pipeline) -> dict[str, Any]:
     """Plain data for ``json.dumps``: the step of all stages, and each stage as `answer_json` has a model."""
-    hw, time = found.scenario.hw, found.time
-    step_ms = None if time is None else time.step_ms
+    scenario, time = found.scenario, found.time
     return {
         "fits": found.fits,
-        "model": found.scenario.model.label,
-        "mesh": found.scenario.mesh,
-        "hw": str(hw),
-        "step_ms": step_ms,
+        "model": scenario.model.label,
+        "mesh": scenario.mesh,
+        "batch": scenario.batch,
+        "sequence": scenario.sequence,
+        "accumulate": scenario.accumulate,
+        "world_size": scenario.num_ranks,
+        "hw": str(scenario.hw),
+        "step_ms": None if time is None else time.step_ms,
         "bubble_share": None if time is None else time.bubble_share,
-        "samples_per_s": None if step_ms is None else found.num_samples / step_ms * 1e3,
-        "tokens_per_s": None if step_ms is None else found.num_samples * found.scenario.sequence / step_ms * 1e3,
+        "samples_per_s": found.samples_per_s,
+        "tokens_per_s": found.tokens_per_s,
+        "model_tflops": found.model_tflops,
         "sent_ms": None if time is None else found.sent_ms,
         "unpriced": found.unpriced,
         "stages": [_stage_json(each, found) for each in found.stages],
@@ -152,12 +171,11 @@ def pipeline_json(found: Pipeline) -> dict[str, Any]:
 
 
 def _stage_json(each: StageAnswer, found: Pipeline) -> dict[str, Any]:
-    times, stage = each.times, each.stage
-    return answer_json(each.answer, found.scenario.hw, ()) | {
-        "stage": stage.number + 1,
-        "num_layers": stage.num_own_layers,
-        "in_flight": stage.in_flight(found.scenario.accumulate),
-        "buffers_nbytes": each.buffers_nbytes,
+    """As `answer_json` has it, less rates of the stage alone, which would be read as those of the model."""
+    times, about = each.times, answer_json(each.answer, found.scenario.hw, ())
+    own = {key: value for key, value in about.items() if key not in _OF_THE_WHOLE}
+    return own | {
+        "num_layers": each.stage.num_own_layers,
         "forward_ms": None if times is None else times.forward_ms,
         "backward_ms": None if times is None else times.backward_ms,
         "update_ms": None if times is None else times.step_ms,

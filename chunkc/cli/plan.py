@@ -82,7 +82,8 @@ def _run(args: argparse.Namespace) -> int:
     elif args.table or args.full:
         return 1
     with contextlib.redirect_stdout(sys.stderr):
-        advice = () if args.no_advice else Adviser(scenarios, answer, began_s).advice()
+        is_stage = args.stage is not None  # whose advice would not be that of the pipeline
+        advice = () if args.no_advice or is_stage else Adviser(scenarios, answer, began_s).advice()
     if args.json:
         meshes = [{**candidate.to_json(), "is_chosen": candidate is best_of(tried)} for candidate in tried]
         show(json.dumps(answer_json(answer, hw, advice) | ({"meshes": meshes} if tried else {})))

@@ -17,7 +17,7 @@ from chunkc.passes import budgets_of
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, bounds, duration
 from chunkc.report.units import exchanged_by_model, mesh_text, percent, size
-from chunkc.scenarios.scenario import Answer
+from chunkc.scenarios.scenario import Answer, Scenario
 
 _TIMES: Final = ("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")
 TIGHT_SHARE: Final = 0.97
@@ -85,7 +85,8 @@ def _needs(answer: Answer, hw: Hardware) -> dict[Tier, int]:
 def _speed(answer: Answer, hw: Hardware) -> Iterator[str]:
     timeline = answer.timeline
     if timeline is not None:
-        lines = [f"step      {duration(timeline.step_ms)}, simulated, not measured{_speeds(timeline)}"]
+        of_stage = "" if answer.scenario is None or answer.scenario.model.place is None else " of this stage alone"
+        lines = [f"step      {duration(timeline.step_ms)}{of_stage}, simulated, not measured{_speeds(timeline)}"]
         lines.append(f"compute   {', '.join(_rates(timeline))}")
         lines += _exchanges(answer, hw)
         lines.append(f"bound by  {'; '.join(bounds(timeline))}")
@@ -122,6 +123,16 @@ def _advice(advice: Sequence[Advice]) -> Iterator[str]:
         yield table(("with", "it"), [(suggestion.change, suggestion.effect) for suggestion in advice], "ll")
 
 
+def _stage_json(scenario: Scenario) -> dict[str, Any]:
+    """Place of a stage of a pipeline, and what it keeps beside its plan; of a whole model nothing."""
+    place = scenario.model.place
+    if place is None:
+        return {}
+    in_flight = scenario.model.in_flight(scenario.accumulate)
+    counts = {"stage": place.place, "num_stages": place.num_places, "in_flight": in_flight}
+    return counts | {"buffers_nbytes": scenario.buffers_nbytes}
+
+
 def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[str, Any]:
     """Plain data for ``json.dumps``. Bytes are those of one rank; what is not known is None."""
     plan, shortage, timeline, scenario = answer.plan, answer.shortage, answer.timeline, answer.scenario
@@ -151,4 +162,5 @@ def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[
     if scenario is not None:
         data |= {"model": scenario.model.label, "batch": scenario.batch, "sequence": scenario.sequence}
         data |= {"recompute": str(scenario.recompute), "world_size": scenario.num_ranks}
+        data |= _stage_json(scenario)
     return data

@@ -153,13 +153,17 @@ class PipelineTime:
     rank_busy_ms: tuple[float, ...]
 
 
-def simulate_pipeline(stages: Sequence[StageTimes], order: Order, sent_ms: float = 0.0) -> PipelineTime:
+def simulate_pipeline(
+    stages: Sequence[StageTimes], order: Order, sent_ms: float = 0.0, norm_ms: float | None = None
+) -> PipelineTime:
     """Simulate one step: a run starts when its rank is free and what it needs of other stages has come.
 
     Args:
         stages: times of each stage.
         order: of `pipeline_order`.
         sent_ms: from the end of a run to when the next stage's rank has what it made.
+        norm_ms: where gradients are clipped, from the last backward of all stages to when each knows their norm, which
+            its update waits for; None: they are not clipped.
 
     Raises:
         ChunkcError: where the order does not come to an end.
@@ -183,6 +187,8 @@ def simulate_pipeline(stages: Sequence[StageTimes], order: Order, sent_ms: float
                 left -= 1
         if left == before:
             raise ChunkcError("the order of a pipeline waits for itself")
+    if norm_ms is not None:
+        free_ms = [max(free_ms) + norm_ms] * len(order)
     for rank in range(len(order)):
         own_ms = sum(times.step_ms for stage, times in enumerate(stages) if stage % len(order) == rank)
         free_ms[rank] += own_ms

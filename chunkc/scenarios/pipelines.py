@@ -1,7 +1,8 @@
 """Pipelines of models given as data: a plan of every stage, and the step that they make together.
 
 Each stage is a scenario of its own, whose plan is that of the ranks which train the stage. By their times the step is
-simulated by 1F1B, one stage on each place along ``pp``, with what goes between stages.
+simulated by 1F1B, one stage on each place along ``pp``, with what goes between stages. Where gradients are clipped,
+updates wait for the last backward of all stages.
 """
 
 from __future__ import annotations
@@ -59,9 +60,22 @@ class Pipeline:
         return self.scenario.batch * self.scenario.accumulate * self.num_lines
 
     @property
-    def model_flops(self) -> int:
-        """Operations of a step, of all stages, each of one rank."""
-        return sum(each.answer.timeline.flops.model for each in self.stages if each.answer.timeline is not None)
+    def samples_per_s(self) -> float | None:
+        """Of all ranks together; None without a time."""
+        return None if self.time is None else self.num_samples / self.time.step_ms * 1e3
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None without a time."""
+        return None if self.samples_per_s is None else self.samples_per_s * self.scenario.sequence
+
+    @property
+    def model_tflops(self) -> float | None:
+        """1e12 operations of the model per second, the mean of all ranks; None without a time."""
+        timelines = [each.answer.timeline for each in self.stages if each.answer.timeline is not None]
+        if self.time is None:
+            return None
+        return sum(timeline.flops.model for timeline in timelines) / len(self.stages) / self.time.step_ms * 1e-9
 
 
 def pipelined(scenario: Scenario, num_stages: int, scenarios: Scenarios) -> Pipeline:
@@ -78,9 +92,12 @@ def pipelined(scenario: Scenario, num_stages: int, scenarios: Scenarios) -> Pipe
     num_lines = ranks.num_replicas * ranks.num_sharing
     if len(times) < num_stages:
         return Pipeline(scenario, tuple(found), None, unpriced, 0.0, num_lines)
-    sent_ms = _sent_ms(scenario, stages[0], len(ranks.ranks))
+    links = cost_rates(scenario.hw).links
+    hidden_nbytes = stages[0].hidden_nbytes(scenario.batch, scenario.sequence, scenario.dtype, scenario.hw)
+    sent_ms = 0.0 if links is None else send_ms(hidden_nbytes, num_stages, len(ranks.ranks), links)
+    hops_ms = 0.0 if links is None else (num_stages - 1) * links.hop_us * 1e-3
     order = pipeline_order(SCHEDULE, num_stages, scenario.accumulate)
-    time = simulate_pipeline(times, order, sent_ms)
+    time = simulate_pipeline(times, order, sent_ms, hops_ms if scenario.tracks_grad_norm else None)
     return Pipeline(scenario, tuple(found), time, unpriced, sent_ms, num_lines)
 
 
@@ -88,12 +105,3 @@ def _answered(scenario: Scenario, stage: Stage, scenarios: Scenarios) -> StageAn
     answer = scenarios.answer(scenario)
     times = None if answer.timeline is None else StageTimes.of(answer.timeline)
     return StageAnswer(stage, answer, times, scenario.buffers_nbytes)
-
-
-def _sent_ms(scenario: Scenario, stage: Stage, num_stage_ranks: int) -> float:
-    """Of the hidden states of a micro-batch; none where no rates of links are known."""
-    links = cost_rates(scenario.hw).links
-    if links is None:
-        return 0.0
-    nbytes = stage.hidden_nbytes(scenario.batch, scenario.sequence, scenario.dtype, scenario.hw)
-    return send_ms(nbytes, stage.num_stages, num_stage_ranks, links)

@@ -11,11 +11,14 @@ from tiny_transformers import TINY_BERT, TINY_GPT
 
 from chunkc.cli import main
 from chunkc.cost.pipeline import StageTimes, pipeline_order, simulate_pipeline
+from chunkc.cost.rates import cost_rates
+from chunkc.cost.spread import send_ms
+from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
 
 HW = "4xa100-40g-1024g"
-QUICK = ("--no-advice", "--activations", "keep")
+QUICK = ("--activations", "keep")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,11 @@ def test_a_step_is_that_of_the_plans_of_all_stages(capsys: pytest.CaptureFixture
     plans = []
     for number, stage in enumerate(found["stages"], start=1):
         alone = planned(capsys, *command, "--stage", str(number), "--save", f"{number}.plan.json")
-        assert alone["digest"] == stage["digest"] and stage["stage"] == number and stage["num_layers"] == 1
+        assert alone["digest"] == stage["digest"] and stage["num_layers"] == 1
+        assert {
+            key: alone[key] for key in ("stage", "num_stages", "in_flight", "buffers_nbytes")
+        }.items() <= stage.items()
+        assert (stage["stage"], stage["num_stages"]) == (number, 2) and alone["advice"] == []
         plans.append(Plan.load(f"{number}.plan.json"))
     assert [plan.in_flight for plan in plans] == [stage["in_flight"] for stage in found["stages"]] == [2, 1]
     assert all(plan.mesh == (("pp", 2), ("dp_shard", 2)) and plan.accumulate == 2 for plan in plans)
@@ -53,19 +60,60 @@ def test_a_step_is_that_of_the_plans_of_all_stages(capsys: pytest.CaptureFixture
     assert found["tokens_per_s"] == pytest.approx(4 * 16 / step.step_ms * 1e3)
 
 
+@pytest.mark.long
+def test_figures_of_stages_whose_ranks_compute_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages of two ranks, one batch for both, on nodes of two: all that a stage sends goes through the network."""
+    hw = "2x2xa100-40g-1024g"
+    shape = ("gpt.json", "--hw", hw, "--mesh", "pp=2,tp=2", "--batch", "3", "--seq", "16")
+    command = (*shape, "--accumulate", "4", "--clip")
+    found, plans = planned(capsys, *command), []
+    for number in (1, 2):
+        planned(capsys, *command, "--stage", str(number), "--save", f"{number}.plan.json")
+        plans.append(Plan.load(f"{number}.plan.json"))
+    timelines = [simulate(plan) for plan in plans]
+    links: Any = cost_rates(Hardware.parse(hw)).links
+    sent_ms, hop_ms, nbytes = found["sent_ms"], links.hop_us / 1e3, 3 * 16 * 32 * 2
+    assert sent_ms == send_ms(nbytes, 2, 2, links) == pytest.approx(2 * nbytes / links.node_gb_per_s * 1e-6 + hop_ms)
+    times, order = [StageTimes.of(timeline) for timeline in timelines], pipeline_order("1f1b", 2, 4)
+    step_ms = simulate_pipeline(times, order, sent_ms, hop_ms).step_ms
+    assert found["step_ms"] == step_ms > simulate_pipeline(times, order, sent_ms).step_ms, "updates wait"
+    assert found["samples_per_s"] == pytest.approx(3 * 4 / step_ms * 1e3)
+    flops = sum(timeline.flops.model for timeline in timelines)
+    assert found["model_tflops"] == pytest.approx(flops / 2 / step_ms * 1e-9)
+    assert (found["batch"], found["sequence"], found["accumulate"], found["world_size"]) == (3, 16, 4, 4)
+    assert all("step_ms" not in stage and "samples_per_s" not in stage for stage in found["stages"])
+
+
+@pytest.mark.long
 def test_the_screen_has_a_row_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "bert.json", "--hw", HW, "--mesh", "pp=2,tp=2", "--seq", "16", *QUICK]) == 0
-    captured = capsys.readouterr()
-    out = " ".join(captured.out.split())
-    assert (
-        "bert, 4 ranks, mesh pp=2,tp=2, batch 1 x 16, recompute none on 4xa100-40g-1024g, each rank of a stage: fits"
-        in out
-    )
-    assert "1 1 1 none" in out and "2 1 1 none" in out and "step " in out and "bubble " in out and "buffers " in out
-    assert all(len(line) <= 80 for line in captured.out.splitlines())
-    assert "--accumulate 1: fewer micro-batches than the 2 stages" in captured.err
+    """On a device where the buffers of 64 micro-batches, 2 KiB each, are a part that shows."""
+    shape = ("bert.json", "--hw", "2xemulated-600k-1g", "--mesh", "pp=2", "--seq", "16", "--dtype", "float32")
+    command = (*shape, "--accumulate", "64")
+    stages = planned(capsys, *command)["stages"]
+    assert main(["plan", *command, *QUICK]) == 0
+    screen = capsys.readouterr().out
+    out = " ".join(screen.split())
+    assert "bert, 2 ranks, mesh pp=2, batch 64 x 1 x 16, recompute none on" in out
+    assert "each rank of a stage: fits" in out
+    for number, (stage, num_buffers, num_in_flight) in enumerate(zip(stages, (64, 63), (2, 1), strict=True), start=1):
+        needed, buffers_nbytes = stage["device_peak_nbytes"], num_buffers * 16 * 32 * 4
+        share = f"{100 * (needed + buffers_nbytes) / (600 * 1024):.1f} %"
+        row = [str(number), "1", str(num_in_flight), "none", f"{needed / 1024:.2f} KiB", share]
+        assert " ".join(row) in out
+    assert "buffers at most 128.00 KiB of a device" in out
+    assert all(len(line) <= 80 for line in screen.splitlines())
 
 
+@pytest.mark.long
+def test_few_micro_batches_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for stage in ((), ("--stage", "1")):
+        assert main(["plan", "bert.json", "--hw", HW, "--mesh", "pp=2,tp=2", "--seq", "16", *QUICK, *stage]) == 0
+        captured = capsys.readouterr()
+        assert "--accumulate 1: fewer micro-batches than the 2 stages" in captured.err
+        assert ("of this stage alone" in captured.out) == bool(stage)
+
+
+@pytest.mark.long
 def test_a_stage_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """The last one has the logits."""
     command = ("gpt.json", "--hw", "2xemulated-60k-1g", "--mesh", "pp=2", "--seq", "16", "--dtype", "float32")
@@ -74,9 +122,10 @@ def test_a_stage_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) 
     assert not all(fits) and not found["fits"] and found["step_ms"] is None
     assert main(["plan", *command, *QUICK]) == 1
     out = capsys.readouterr().out
-    assert f"stage {fits.index(False) + 1} does not fit: " in out and "no plan" in out
+    assert f"stage {fits.index(False) + 1} does not fit: " in out and "no plan" in out and "; it takes " in out
 
 
+@pytest.mark.long
 def test_buffers_are_taken_from_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 64 micro-batches of 16 tokens in fp32, 32 wide: 2 KiB each, for the gradients of what stage 1 hands on."""
     command = ("gpt.json", "--mesh", "pp=2", "--seq", "16", "--dtype", "float32", "--accumulate", "64", "--stage", "1")

@@ -85,6 +85,14 @@ def test_a_slow_stage_and_what_is_sent_by_hand() -> None:
     assert found.rank_busy_ms == (6.0, 12.5)
 
 
+def test_clipped_stages_wait_for_the_last_backward_of_all() -> None:
+    """The same as above, with a norm that is known 0.25 ms later; the first stage is the last to be done before."""
+    stages = [ONE, StageTimes(2.0, 4.0, 0.5)]
+    found = simulate_pipeline(stages, pipeline_order("1f1b", 2, 2), sent_ms=0.5, norm_ms=0.25)
+    assert found.step_ms == pytest.approx(1 + 0.5 + 2 * 6 + 0.5 + 2 + 0.25 + 0.5)
+    assert found.rank_busy_ms == (6.0, 12.5)
+
+
 def test_times_of_a_stage_add_up_to_its_own_step() -> None:
     """Segments of 3 ms; gradients land in 3 ms, where they add up in 4.5; three updates of 1 ms."""
     options = PlanOptions(chunk_numel=64, os_home="device", accumulate=4)

@@ -59,7 +59,7 @@ class Stage(Transformer):
                 f"pp={num_stages}: {model.label} has {whole.num_hidden_layers} layers, one a stage or more"
             )
         first, end = (place * whole.num_hidden_layers // num_stages for place in (number, number + 1))
-        config = {**model.config, model.depth_key or "num_hidden_layers": end - first}
+        config = model.config_of(end - first)
         if getattr(whole, "layer_types", None):
             config["layer_types"] = list(whole.layer_types[first:end])
         return Stage(model.label, config, model.head, number, num_stages)
@@ -162,8 +162,13 @@ class StageModule(nn.Module):
             return base.encoder(hidden).last_hidden_state  # type: ignore[no-any-return]
         if self._kind != "gpt2":
             return base(inputs_embeds=hidden).last_hidden_state  # type: ignore[no-any-return]
+        from transformers.masking_utils import create_causal_mask
+
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        about = {"config": base.config, "inputs_embeds": hidden, "attention_mask": None, "past_key_values": None}
+        mask = create_causal_mask(**about, position_ids=positions)
         for block in base.h:
-            hidden = block(hidden)
+            hidden = block(hidden, None, mask)
         return base.ln_f(hidden)  # type: ignore[no-any-return]
 
     def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

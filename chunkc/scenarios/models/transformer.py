@@ -18,8 +18,10 @@ from chunkc.errors import ChunkcError
 from chunkc.files import FormatError, read_json, shown
 from chunkc.hardware import Hardware
 
-_DEPTH_KEYS: Final = {"gpt2": ("n_layer", "num_hidden_layers"), "bert": ("num_hidden_layers",)}
-"""Of architectures whose layers are all alike, whatever the configuration says: what may hold their number."""
+_DEPTH_KEYS: Final = {"gpt2": ("num_hidden_layers", "n_layer"), "bert": ("num_hidden_layers",)}
+"""Of architectures whose layers are all alike, whatever the configuration says: what may hold their number.
+
+Of two that are there transformers takes the first."""
 
 CONFIG_MAX_NBYTES: Final = 2**24
 _COUNT_KEYS: Final = (
@@ -104,7 +106,13 @@ class Transformer:
         """The same model with another number of layers; ValueError where its layers are not all alike."""
         if self.depth_key is None:
             raise ValueError(f"{self.label} has no depth that can be changed: its layers differ")
-        return replace(self, config={**self.config, self.depth_key: num_layers})
+        return replace(self, config=self.config_of(num_layers))
+
+    def config_of(self, num_layers: int) -> dict[str, Any]:
+        """``config`` with another number of layers, under one name."""
+        names = ("num_hidden_layers", *_DEPTH_KEYS.get(str(self.config["model_type"]), ()))
+        others = {key: value for key, value in self.config.items() if key not in names}
+        return {**others, self.depth_key or names[0]: num_layers}
 
     def build(self, *, recompute: bool = False) -> nn.Module:
         """The model on the meta device, in training mode; ``recompute``: with a checkpoint around every layer.

@@ -15,6 +15,7 @@ from chunkc.hardware import Hardware
 from chunkc.scenarios.models import Stage, Transformer
 from chunkc.scenarios.models.stages import StageModule
 from chunkc.scenarios.models.transformer import Head
+from chunkc.scenarios.scenario import Recompute, Scenario, Scenarios
 
 HW = Hardware.parse("8xa100-40g-1024g")
 LAYERS = {"gpt2": "transformer.h.", "bert": "bert.encoder.layer."}
@@ -114,6 +115,21 @@ def is_tied(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_compute_as_many_operations_as_the_model(name: str) -> None:
+    """By the same kernels: attention with a mask, and without one that is causal, differ by the masked half."""
+    model, two = MODELS[name], Hardware.parse("2xa100-40g-1024g")
+
+    def flops(part: Transformer, mesh: str) -> int:
+        scenario = Scenario(part, two, 1, 16, Recompute.NONE, mesh=mesh, activations="keep")
+        timeline = Scenarios().answer(scenario).timeline
+        return 0 if timeline is None else timeline.flops.model
+
+    parts = [Stage.of(model, number, 2) for number in range(2)]
+    assert sum(flops(part, "pp=2") for part in parts) == flops(model, "dp_shard=2") > 0
+
+
 def test_layers_are_divided_evenly_and_micro_batches_wait_as_by_1f1b() -> None:
     stages = [Stage.of(MODELS["gpt2"], number, 3) for number in range(3)]
     assert [stage.num_own_layers for stage in stages] == [1, 2, 2]
@@ -137,6 +153,16 @@ def test_layers_of_several_kinds_stay_what_they_are() -> None:
     model = deep(replace(TINY_LLAMA, config={**TINY_LLAMA.config, **config}), 6)
     kinds = [Stage.of(model, number, 2).configuration().layer_types for number in range(2)]
     assert kinds[0] + kinds[1] == model.configuration().layer_types and kinds[0] != kinds[1]
+
+
+def test_a_number_of_layers_under_two_names_is_one() -> None:
+    """Of both names of GPT-2 transformers takes ``num_hidden_layers``."""
+    model = replace(TINY_GPT, config={**TINY_GPT.config, "n_layer": 4, "num_hidden_layers": 6})
+    assert model.num_layers == model.configuration().num_hidden_layers == 6
+    assert model.with_depth(3).configuration().num_hidden_layers == 3
+    assert [Stage.of(model, number, 2).num_own_layers for number in range(2)] == [3, 3]
+    unsaid = replace(TINY_BERT, config={k: v for k, v in TINY_BERT.config.items() if k != "num_hidden_layers"})
+    assert [Stage.of(unsaid, number, 2).num_own_layers for number in range(2)] == [6, 6]
 
 
 def test_refusals() -> None:
