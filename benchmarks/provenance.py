@@ -18,7 +18,7 @@ _GPU_COLUMNS = "name,memory.total,memory.used,driver_version,clocks.max.sm,power
 
 
 def command() -> str:
-    """That of this process, with the environment variables that decide how fast it is; torchrun's where it began it."""
+    """The line that began this process, torchrun's too, with the variables that decide how fast it is."""
     began_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}" if began_by_torchrun else "python"
     return " ".join([*(f"{name}={os.environ[name]}" for name in _TOLD if name in os.environ), launcher, *sys.argv])

@@ -152,9 +152,9 @@ def num_stages_of(args: argparse.Namespace) -> int:
         return 1
     hw = Hardware.of(args.hw)
     num_ranks = hw.num_ranks(args.world_size)
-    return rank_mesh(
-        args.mesh, num_ranks, RankMesh.of_data(num_ranks, num_ranks), owner=f"the plan for {hw}"
-    ).num_stages
+    default = RankMesh.of_data(num_ranks, num_ranks)
+    ranks = rank_mesh(args.mesh, num_ranks, default, owner=f"the plan for {hw}")
+    return ranks.num_stages
 
 
 def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:

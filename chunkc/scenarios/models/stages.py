@@ -45,7 +45,8 @@ class Stage(Transformer):
         """Stage ``number`` of ``model``.
 
         Raises:
-            ChunkcError: for an architecture or a head whose stages are not known, and for fewer layers than stages.
+            ChunkcError: for an architecture, a head or a mask whose stages are not known, and for fewer layers than
+                stages.
         """
         kind = str(model.config["model_type"])
         if kind not in KINDS or model.head not in _HEADS.get(kind, (Head.CAUSAL,)):
@@ -54,6 +55,10 @@ class Stage(Transformer):
                 f"for {', '.join(KINDS)}. Plan each stage as a model of your own, without pp"
             )
         whole = model.configuration()
+        if kind == "bert" and whole.is_decoder:
+            raise ChunkcError(
+                f"{model.label} is a decoder (is_decoder), whose mask stages of a BERT would not make: leave pp out"
+            )
         if whole.num_hidden_layers < num_stages:
             raise ChunkcError(
                 f"pp={num_stages}: {model.label} has {whole.num_hidden_layers} layers, one a stage or more"

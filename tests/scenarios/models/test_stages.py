@@ -173,3 +173,5 @@ def test_refusals() -> None:
         Stage.of(unknown, 0, 2)
     with pytest.raises(ChunkcError, match=r"bert, AutoModelForCausalLM\) is not divided"):
         Stage.of(replace(TINY_BERT, head=Head.CAUSAL), 0, 2)
+    with pytest.raises(ChunkcError, match=r"bert-tiny is a decoder \(is_decoder\)"):
+        Stage.of(deep(MODELS["masked bert"], 5, is_decoder=True), 0, 2)
